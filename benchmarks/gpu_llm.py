@@ -1,6 +1,6 @@
 """Language models of Llama's shapes on one GPU, with random weights: steps, adapters, wakes, two models at once.
 
-    python -m benchmarks.gpu_llm --part decode|lora|wake|shared|turns [--shape 8b|1b|tiny] [--out FILE]
+    python -m benchmarks.gpu_llm --part decode|lora|wake|shared|turns|brief [--shape 8b|1b|tiny] [--out FILE]
 
 * ``decode``: tokens/s of 1 to 64 streams and prompt tokens/s, in the engine, beside `transformers` with the same
   tensors (sdpa, a static batch), in turn.
@@ -10,8 +10,9 @@
   from files in the page cache.
 * ``shared``: a node with a base and eight adapters: what waking one copies, and bytes on the GPU.
 * ``turns``: a node with `turns = 2`: two backbones at once beside one after the other.
+* ``brief``: most of the last three, on one node.
 
-The last three are in gpu_llm_node.py. What is there is written after each measurement. Results: docs/gpu.md.
+The last four are in gpu_llm_node.py. What is there is written after each measurement. Results: docs/gpu.md.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import torch
 
 from benchmarks import gpu_llm_node
 from benchmarks.gpu_llm_models import DEVICE, SHAPES, adapter_folders, begin, engine_of, low_ranks, weights_of
+from benchmarks.gpu_llm_node import LEAST_MIXED
 from benchmarks.llm_alone import random_prompt
 from benchmarks.llm_judge import GAP, judged
 from benchmarks.report import Goal, arguments, report
@@ -40,13 +42,12 @@ from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.models import parameters_on_meta
 from dormouse.gpuserver.runtime.tables import StepPart
 
-PARTS: Final = ("decode", "lora", "wake", "shared", "turns")
+PARTS: Final = ("decode", "lora", "wake", "shared", "turns", "brief")
 STREAMS: Final = (1, 8, 32, 64)
 PROMPT: Final = 128
 PROMPTS: Final = (128, 1024)
 ADAPTERS: Final = 8
 RANK: Final = 16
-LEAST_MIXED: Final = 0.65
 
 
 class Told:
@@ -161,7 +162,7 @@ def peer_of(shape: str, dtype: torch.dtype, weights: dict[str, torch.Tensor]) ->
 
 
 def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
-    dtype, new = torch.bfloat16, 8 if quick else 64
+    dtype, new = torch.bfloat16, 8 if quick else 48
     weights = weights_of(SHAPES[shape], dtype)
     streams = STREAMS[:2] if quick else STREAMS
     engine = engine_of(shape, dtype, weights, max(streams) * (PROMPT + new + 16) + 2 * max(PROMPTS))
@@ -185,7 +186,7 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
         ours(batch, PROMPT, 4)
         theirs(batch, PROMPT, 4)
         issued.each_s.clear()
-        rounds = [(*ours(batch, PROMPT, new), theirs(batch, PROMPT, new)) for _ in range(1 if quick else 3)]
+        rounds = [(*ours(batch, PROMPT, new), theirs(batch, PROMPT, new)) for _ in range(1 if quick else 2)]
         whole, step, other = (statistics.median(column) for column in zip(*rounds, strict=True))
         ratio = other / whole
         told.put(
@@ -230,7 +231,7 @@ def mixed(told: Told, shape: str, quick: bool) -> list[Goal]:
     sides: dict[str, list[int] | None] = {"base": None, "mixed": [numbers[each % ADAPTERS] for each in range(batch)]}
     found: dict[str, list[float]] = {side: [] for side in sides}
     serial = iter(range(1, 1 << 20))
-    for turn in range(2 if quick else 6):
+    for turn in range(2 if quick else 5):
         for side in sorted(sides, reverse=bool(turn % 2)):
             prompts = [prompt(next(serial), PROMPT, shape) for _ in range(batch)]
             steps: list[float] = []

@@ -13,7 +13,6 @@ from dormouse.core import openmp
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.schemas import messages as m
 
-
 ENVIRONMENT: Final = {
     **openmp.WAITING,
     "OPENBLAS_NUM_THREADS": "1",  # else NumPy and SciPy make threads at their import, which no fork has

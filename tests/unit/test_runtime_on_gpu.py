@@ -17,8 +17,8 @@ WARM = """
 from dormouse.gpuserver.runtime import zygote
 zygote.import_for_cuda()
 import os, sys, torch
-print(len(os.listdir("/proc/self/task")), "dormouse.gpuserver.runtime.cuda_mapping" in sys.modules, torch.cuda.is_initialized(),
-      any("libcuda.so" in line for line in open("/proc/self/maps")))
+print(len(os.listdir("/proc/self/task")), "dormouse.gpuserver.runtime.cuda_mapping" in sys.modules,
+      torch.cuda.is_initialized(), any("libcuda.so" in line for line in open("/proc/self/maps")))
 """
 
 NORMS = {"llama": 7, "qwen2": 7, "qwen3": 13, "mistral": 7, "gemma2": 17}
