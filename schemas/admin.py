@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quota: str | int = 1 << 30
     stateless: bool = False
     max_instances: int = 0
+    concurrency: int = 1
     llm: bool = False  # the folder is a language model's
     embedding: bool = False  # it makes embeddings
     convert: bool = False  # its weights may be pickled

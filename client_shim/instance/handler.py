@@ -63,17 +63,17 @@ class Handler:
             result = code(*args, **kwargs)
         except BaseException as error:
             if os.getpid() != self._pid:
-                _leave(error)
+                leave(error)
             raise
         if os.getpid() != self._pid:
-            _leave(SystemExit(0))
+            leave(SystemExit(0))
         return result
 
 
 _END = object()
 
 
-def _leave(error: BaseException) -> NoReturn:
+def leave(error: BaseException) -> NoReturn:
     """End a forked process with the status that Python would give it."""
     status = 1
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):

@@ -6,6 +6,7 @@ instance goes on. The shim is installed before the function's first line runs.
 
 import faulthandler
 import gc
+import inspect
 import linecache
 import os
 import re
@@ -91,6 +92,15 @@ def _nothing() -> None:
     """What a function without ``load()`` loads."""
 
 
+def coroutine_function(make: Callable[[], UserFunction]) -> UserFunction:
+    """One of which an instance can have many requests at once. Raises LoadFailure."""
+    function = make()
+    if not inspect.iscoroutinefunction(function.handle):
+        text = "with --concurrency, handle must be a coroutine function: async def handle(state, request)"
+        raise LoadFailure("no_coroutine", text)
+    return function
+
+
 def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) -> UserFunction:
     """Of a model that makes embeddings: its code is ours."""
     from dormouse.client_shim.llm.embedding import EmbeddingModel  # imports what other functions do not need
@@ -127,36 +137,42 @@ class Runner:
         self._cancel = cancel
         self._limits = limits
         self._handler = Handler(coroutines)
-        self._state: Any = None
-        self._function: UserFunction | None = None
-        self._hints: Hints
+        self.state: Any = None
+        self.function: UserFunction
+        self.hints: Hints
 
     def load(self, make: Callable[[], UserFunction]) -> bool:
         """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
         try:
             function = self._handler.call(make)
-            self._hints = self._handler.call(Hints, function.handle)
-            self._state = self._handler.call(function.load)
+            self.hints = self._handler.call(Hints, function.handle)
+            self.state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
         except LoadFailure as failure:
             return self._load_failed(failure.code, str(failure))
         except BaseException as error:
-            return self._load_failed(*self._verdict(error, "load()", "load_raised"))
+            return self._load_failed(*self.verdict(error, "load()", "load_raised"))
         gc.collect()
         gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
-        self._function = function
+        self.function = function
         version, nbytes = self.backend.version, self.backend.nbytes
-        said = m.Loaded(version=version, nbytes=nbytes, warning=self._hints.warning, schema=self._hints.schema)
+        said = m.Loaded(version=version, nbytes=nbytes, warning=self.hints.warning, schema=self.hints.schema)
         self.backend.router.send(said)
         return True
 
+    def serve_many(self) -> None:
+        """The same, so many at once."""
+        from dormouse.client_shim.instance.concurrent import Concurrent  # imports what others do not need
+
+        Concurrent(self).serve()
+
     def unload(self) -> None:
         """The function's last word, before the process ends: the router waits for it a while, and then no more."""
-        if self._function is None or self._function.unload is None:
+        if self.function.unload is None:
             return
         try:
-            self._handler.call(self._function.unload, self._state)
+            self._handler.call(self.function.unload, self.state)
         except BaseException as error:
             print(report.describe(error, "unload()"), file=sys.stderr)
 
@@ -183,7 +199,6 @@ class Runner:
 
     def _answer(self, run: m.Run) -> m.Returned | m.Raised:
         """One request, its write-back included."""
-        assert self._function is not None
         stream = self.stream
         request = result = parts = answer = None
         failed: tuple[str, str, str] | None = None
@@ -192,8 +207,8 @@ class Runner:
             context.begin(run.id, run.trace)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
-            request = self._hints.value_of(body, run.kind)
-            result = self._handler.call(self._function.handle, self._state, request)
+            request = self.hints.value_of(body, run.kind)
+            result = self._handler.call(self.function.handle, self.state, request)
             parts = self._handler.parts(result)
             limit_nbytes = len(self._response_area)
             answer, kind = (
@@ -205,7 +220,7 @@ class Runner:
         except RequestCancelled:
             raise
         except BaseException as error:
-            failed = *self._verdict(error, "handle()", "function_raised"), report.param(error)
+            failed = *self.verdict(error, "handle()", "function_raised"), report.param(error)
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
             request = result = parts = answer = None
             return self._raised(run, *failed)
@@ -226,7 +241,7 @@ class Runner:
         sender.finish()
         return b"", ""
 
-    def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
+    def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""
         code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
         if name == "processes" and not _cannot_fork():  # threads may lack memory; EAGAIN has other reasons too
@@ -246,7 +261,7 @@ class Runner:
                 raise
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if code == "bad_response":  # natively what it was to be made of would not have been there
-                    code, text = self._verdict(error, "handle()", "function_raised")
+                    code, text = self.verdict(error, "handle()", "function_raised")
                 elif code not in report.CLIENTS and (lost := report.code(error, code)) in LOST:
                     code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
@@ -300,8 +315,11 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
-        elif runner.load(make):
-            runner.serve()
+        elif runner.load(partial(coroutine_function, make) if fork.concurrency > 1 else make):
+            if fork.concurrency > 1:
+                runner.serve_many()
+            else:
+                runner.serve()
             runner.unload()
             status = 0
         else:

@@ -43,6 +43,7 @@ class RouterPort:
         self._decoder: msgspec.msgpack.Decoder[m.RouterToInstance] = msgspec.msgpack.Decoder(m.RouterToInstance)
         self._runs: deque[m.Run | m.Exit] = deque()
         self._taken = 0, 0  # the request whose parts were taken last, and how many bytes that nobody has asked for
+        self._abandoned: list[int] = []  # requests, of an instance that has many at once
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
 
     def send(self, message: m.InstanceToRouter) -> None:
@@ -60,6 +61,20 @@ class RouterPort:
                 if self._runs:
                     return self._runs.popleft()
                 self._take(math.inf)
+
+    def news(self) -> tuple[list[m.Run | m.Exit], list[int]]:
+        """Requests that have come, and those that nobody waits for any more. Raises PeerLost, RemoteProtocolError."""
+        with self.lock:
+            while self._take(0):
+                pass
+            runs, self._runs = list(self._runs), deque()
+            abandoned, self._abandoned = self._abandoned, []
+            return runs, abandoned
+
+    @property
+    def has_news(self) -> bool:
+        """Whether some was read while something else was waited for."""
+        return bool(self._runs or self._abandoned or self.link.waiting)
 
     def check(self) -> None:
         """Raises SessionEnded."""
@@ -137,7 +152,9 @@ class RouterPort:
         elif isinstance(message, m.PartsTaken):
             request, nbytes = self._taken
             self._taken = message.request, message.nbytes + (nbytes if request == message.request else 0)
-        elif not isinstance(message, m.Abandon):
+        elif isinstance(message, m.Abandon):
+            self._abandoned.append(message.request)
+        else:
             self._answers.append(message)
         return True
 

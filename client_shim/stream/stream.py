@@ -286,6 +286,15 @@ class Stream:
         with self.lock:
             return self._asked(self._ready(), command, *operands, covers=command == wire.SYNC)
 
+    def answer_for_all(self) -> None:
+        """Hear of all that was recorded under the lease, if some of it may have failed unheard. Raises the first error
+        that nobody was told.
+        """
+        with self.lock:
+            connection = self._connection
+            if connection is not None and not connection.untouched and self.answers.unheard(self.commands_recorded):
+                self._asked(connection, wire.SYNC, covers=True)
+
     def seed(self, generator: int, seed: int) -> None:
         with self.lock:
             connection = self._connection

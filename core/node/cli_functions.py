@@ -67,6 +67,7 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it.")
 @click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once.")
 @click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
+@click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle().")
 @as_json
 @pass_context
 def deploy(

@@ -14,6 +14,7 @@ from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import Upload, disk_full
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import MOST_OPEN
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
@@ -57,6 +58,11 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
             f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
             "it with stateless (--stateless) if no request changes what later ones see"
         )
+    if not 1 <= settings.concurrency <= MOST_OPEN:
+        raise ConfigError(f"concurrency is {settings.concurrency}; write a number from 1 to {MOST_OPEN}")
+    if settings.concurrency > 1 and (settings.stateless or settings.llm or is_llm):
+        why = "a language model has many requests at once anyway" if is_llm else "a stateless function has instances"
+        raise ConfigError(f"concurrency is {settings.concurrency}, but {why}: leave one of the two out")
     return FunctionSpec(
         name=act.name,
         version=0,
@@ -74,6 +80,7 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         max_instances=settings.max_instances,
         llm=_llm_of(act.name, act.entry, settings, isolation, base) if is_llm else None,
         embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
+        concurrency=settings.concurrency,
     )
 
 

@@ -9,7 +9,7 @@ from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
-from dormouse.router.decisions.state import Instance, InstanceState, RouterState
+from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
 from dormouse.router.front.stats import FunctionStats
 
 OPTIONAL: Final = {"metrics"}
@@ -42,7 +42,7 @@ NOTHING: Final = FunctionStats()
 
 def running(instance: Instance) -> int:
     """Requests that it has. A language model's has many."""
-    return len(instance.open) if instance.spec.llm is not None else int(instance.state is InstanceState.BUSY)
+    return len(instance.open) if most_open(instance.spec) else int(instance.state is InstanceState.BUSY)
 
 
 def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:

@@ -90,6 +90,11 @@ def ran_too_long(timeout_ms: int) -> Failure:
     return Failure(code="timed_out", status=504, text=text)
 
 
+def gave_up(timeout_ms: int) -> Failure:
+    text = f"the function did not answer within its time limit of {timeout_ms} ms; it was given up"
+    return Failure(code="timed_out", status=504, text=text)
+
+
 def no_token(timeout_ms: int) -> Failure:
     text = f"no token of the answer came within the model's time limit of {timeout_ms} ms; it was given up"
     return Failure(code="timed_out", status=504, text=text)

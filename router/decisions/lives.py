@@ -230,14 +230,19 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
 
 
 def _lose_open(p: RouterState, instance: Instance, how: str, failure: m.Failure | None) -> None:
-    """Of a language model's requests, those that have said nothing yet begin anew, if need be in another instance."""
+    """Of a language model's requests, those that have said nothing yet begin anew, if need be in another instance; so
+    do those of a function that is idempotent.
+    """
+    again = instance.spec.llm is not None or instance.spec.idempotent
+    if instance.open and instance.spec.llm is None:
+        wear(p, instance)
     tickets, instance.open = list(instance.open), {}
     lost = [p.tickets.pop(number) for number in tickets]
     for ticket in lost:
         if ticket.request is None:
             continue
         request = p.requests[ticket.request]
-        if request.streams or request.rerun or request.function not in p.functions:
+        if not again or request.streams or request.rerun or request.function not in p.functions:
             queueing.fail(p, request.number, failure or failures.sandbox_died(how))
         else:
             request.rerun = True

@@ -159,7 +159,7 @@ class RequestPolicy:
             case m.LoadFailed(code=code, text=text) if instance.state.loads:
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
-            case m.Spoiled() if instance.state is InstanceState.BUSY:
+            case m.Spoiled() if instance.state is InstanceState.BUSY or instance.open:
                 lives.replace(p, instance)
             case m.LoadProgress():
                 lives.progressed(p, instance.name)
@@ -195,7 +195,8 @@ class RequestPolicy:
                 if (instance := p.instances.get(name)) is not None and instance.ticket == number:
                     serving.abandoned(p, instance, number)
             case t.StopEnds(instance=name, ticket=number):
-                if (instance := p.instances.get(name)) is not None and instance.ticket == number:
+                instance = p.instances.get(name)
+                if instance is not None and (instance.ticket == number or number in instance.open):
                     lives.kill(p, instance, "did not stop when it was told to")
             case t.FirstTokenDue(ticket=number):
                 replicas.late(p, number)

@@ -11,7 +11,6 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import (
-    MOST_OPEN,
     Holder,
     Instance,
     InstanceState,
@@ -20,6 +19,7 @@ from dormouse.router.decisions.state import (
     RouterState,
     ServedFunction,
     Ticket,
+    most_open,
 )
 from dormouse.schemas import messages as m
 
@@ -92,8 +92,8 @@ def feed(p: RouterState, function: ServedFunction) -> None:
     """
     while function.quarantine and function.queue:
         fail(p, function.queue.popleft(), failures.quarantined(function.spec.name, function.quarantine))
-    if function.spec.llm is not None:
-        _fill(p, function, function.spec.llm)
+    if most := most_open(function.spec):
+        _fill(p, function, most)
         return
     for name in function.instances:
         if not function.queue:
@@ -110,13 +110,13 @@ def feed(p: RouterState, function: ServedFunction) -> None:
         stop(p, p.instances[name])
 
 
-def _fill(p: RouterState, function: ServedFunction, llm: m.LlmSettings) -> None:
-    """An instance of a language model has many requests at once, and asks for a lease when it wants one. A request goes
-    to the one that has fewest.
+def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
+    """An instance that has many requests at once asks for a lease when it wants one. A request goes to the one that has
+    fewest.
     """
     while function.queue:
         serving = [p.instances[name] for name in function.instances]
-        ready = [each for each in serving if each.state is InstanceState.IDLE and len(each.open) < MOST_OPEN]
+        ready = [each for each in serving if each.state is InstanceState.IDLE and len(each.open) < most]
         if not ready:
             return
         instance = min(ready, key=lambda each: len(each.open))
@@ -128,7 +128,8 @@ def _fill(p: RouterState, function: ServedFunction, llm: m.LlmSettings) -> None:
         request.acquired_s = request.granted_s = request.moved_s = p.now_s
         p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
-        p.at(late_s(request, llm), t.FirstTokenDue(number))
+        if (llm := function.spec.llm) is not None:
+            p.at(late_s(request, llm), t.FirstTokenDue(number))
 
 
 def late_s(request: Request, llm: m.LlmSettings) -> float:

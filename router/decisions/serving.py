@@ -177,6 +177,10 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
             deadline_ms = spec.load_timeout_ms
         case Instance(state=InstanceState.IDLE, spec=m.FunctionSpec(llm=m.LlmSettings(ttft_ms=ttft_ms))):
             deadline_ms = ttft_ms
+        case Instance(state=InstanceState.IDLE, open=tickets, spec=spec) if tickets:
+            waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
+            oldest_s = min((each.arrived_s for each in waiting), default=p.now_s)
+            deadline_ms = spec.deadline_ms - int((p.now_s - oldest_s) * 1000)
         case Instance():
             text = (
                 "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
@@ -261,20 +265,21 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
     name = p.tickets[number].request
     if name is not None:
         request = p.requests[name]
-        if number in instance.open:
+        if instance.spec.llm is not None:
             queueing.fail(p, name, failures.of_language_model(code, answer.text, answer.param))
         elif code in failures.CLIENTS:  # an answer like any other
             del p.requests[name]
             p.out.append(e.Fail(name, failures.raised(code, answer.text, answer.param), request.timing(p.now_s)))
-        elif request.lost or code == "executor_lost":
+        elif request.lost or (code == "executor_lost" and number not in instance.open):
             queueing.lose(p, request)
         else:
             queueing.fail(p, name, failures.raised(code, answer.text))
-    if code == "cancelled":
+    if code == "cancelled" and number not in instance.open:
         queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
     else:
         queueing.given_back(p, number, answer.used)
     if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
+        instance.open.pop(number, None)
         lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
     else:
@@ -324,9 +329,13 @@ def ran_out(p: RouterState, number: int) -> None:
             p.at(due_s, t.RunEnds(number))
             return
     if number in instance.open:  # others of its requests are well
+        timeout_ms, function = instance.spec.timeout_ms, instance.spec.llm is None
         if request is not None:
-            queueing.fail(p, request.number, failures.no_token(instance.spec.timeout_ms))
+            late = failures.gave_up(timeout_ms) if function else failures.no_token(timeout_ms)
+            queueing.fail(p, request.number, late)
             ticket.request = None
             p.send(instance.name, m.Abandon(request=number))
+        if function:  # code that never waits for anything cannot be told
+            p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
         return
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

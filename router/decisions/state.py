@@ -114,7 +114,7 @@ class Instance:
     version: int | None = None  # newest manifest version that it has told
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load(), or of a language model's seat
-    open: dict[int, None] = field(default_factory=dict)  # tickets of the requests of a language model, many at once
+    open: dict[int, None] = field(default_factory=dict)  # tickets of requests, of those that have many at once
     begun_own: int | None = None  # the ticket of its seat when it last began an answer
     started_s: float = 0.0
     progress_s: float = 0.0  # when it last did something, while it loads
@@ -137,6 +137,12 @@ Holder = Instance | Session
 
 MOST_OPEN: Final = 256
 """Requests that an instance of a language model has at once; more wait in the queue."""
+
+
+def most_open(spec: m.FunctionSpec) -> int:
+    """How many an instance has at once, which asks for leases itself then; 0: one, with a lease for each."""
+    return MOST_OPEN if spec.llm is not None else spec.concurrency if spec.concurrency > 1 else 0
+
 
 SESSION_TENANT: Final = "default"
 """To whom sessions count."""
@@ -300,7 +306,7 @@ class RouterState:
                 assert instance.spec == function.spec, function
                 assert instance.state is not InstanceState.DEAD, function
                 assert not instance.draining, function
-                full = len(instance.open) >= MOST_OPEN
+                full = len(instance.open) >= (most_open(instance.spec) or 1)
                 assert instance.state is not InstanceState.IDLE or not function.queue or full, f"{name} has requests"
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping

@@ -135,8 +135,8 @@ def foreign(kind: str) -> Pairs:
     return _FOREIGN if kind else ()
 
 
-def too_large(limit_nbytes: int) -> HttpError:
-    text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
+def too_large(limit_nbytes: int, why: str = "limits.body") -> HttpError:
+    text = f"the body may have at most {limit_nbytes} bytes ({why}); send less"
     return refuse(413, "body_too_large", text, close=True)
 
 

@@ -20,6 +20,7 @@ from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.state import most_open
 from dormouse.router.front import openai, openapi, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
@@ -50,7 +51,7 @@ _COMMENT: Final = b": waiting\n\n"
 """Of an event stream: its client takes it for nothing."""
 
 LLM_BODY_NBYTES: Final = 768 << 10
-"""Of a request to a language model, at most: many are at their instance at once, each in one message."""
+"""Of a request to an instance that has many at once, at most: each comes in one message."""
 
 Wish = TypeVar("Wish")
 
@@ -173,8 +174,8 @@ class Application:
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
-            if picture.functions[name].spec.llm is not None and body.nbytes > LLM_BODY_NBYTES:
-                raise too_large(LLM_BODY_NBYTES)
+            if most_open(picture.functions[name].spec) and body.nbytes > LLM_BODY_NBYTES:
+                raise too_large(LLM_BODY_NBYTES, "of a function that has many requests at once")
             if (refusal := requests.refusal(name)) is not None:
                 raise refused(refusal)
         except HttpError:

@@ -18,7 +18,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
 from dormouse.router.decisions.runtimes import runtime_group
-from dormouse.router.decisions.state import SESSION_TENANT
+from dormouse.router.decisions.state import SESSION_TENANT, most_open
 from dormouse.router.instances.functionlog import LogPipe
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
@@ -60,6 +60,7 @@ class InstanceHost:
     ) -> None:
         self.name = name
         self.snapshot = spec.snapshot
+        self._at_once = most_open(spec) > 0
         self.uid = uid
         self.layout = layout
         self.pid = 0
@@ -82,7 +83,7 @@ class InstanceHost:
             on_message=heard,
             on_garbage=lambda error: on_garbage(name, str(error)),
             max_nbytes=MESSAGE_NBYTES,
-            hwm=HIGH_WATER_MARK if spec.llm is None else LLM_HIGH_WATER_MARK,
+            hwm=LLM_HIGH_WATER_MARK if self._at_once else HIGH_WATER_MARK,
             owner=uid,
         )
         os.chown(self.directory, uid, -1)
@@ -103,7 +104,7 @@ class InstanceHost:
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
         self._keep()
-        if len(body) <= INLINE_NBYTES or self.attachment.llm:  # a language model has many at once
+        if len(body) <= INLINE_NBYTES or self._at_once:  # the arena has room for one
             return bytes(body), 0  # no copy: what is small came as bytes
         self._request_nbytes, done = max(self._request_nbytes, len(body)), 0
         while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
@@ -205,6 +206,7 @@ class Instances:
             gpus=1,
             llm=spec.llm,
             embedding=spec.embedding,
+            concurrency=spec.concurrency,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 

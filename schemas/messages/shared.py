@@ -175,6 +175,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     llm: LlmSettings | None = None  # it is a language model: ``entry`` is its configuration
     embedding: EmbeddingSettings | None = None  # the same of one that makes embeddings; never both
     content: str = ""
+    concurrency: int = 1  # requests that an instance has at once: with more, ``handle`` is a coroutine function
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

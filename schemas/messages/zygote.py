@@ -22,6 +22,7 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     limits: dict[str, int]
     llm: LlmSettings | None = None
     embedding: EmbeddingSettings | None = None
+    concurrency: int = 1
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,6 +38,7 @@ HELLO, MOOD = blocks("README.md", "python")
 (SECRET,) = blocks("docs/secrets.md", "python")
 (AGAIN,) = blocks("docs/types.md", "python")
 (COMES,) = blocks("docs/loading.md", "python")
+(LINEAR,) = blocks("docs/concurrency.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
 
 
@@ -175,6 +177,14 @@ def test_a_function_comes_and_goes(node: TestNode) -> None:
     assert isinstance(node.result("comes", 0), float)
     node.restart("comes")
     node.wait(lambda: "served 1" in node.log_of("comes"), 20, "unload() to print")
+
+
+def test_many_requests_at_once(node: TestNode) -> None:
+    node.deployed("linear", LINEAR, concurrency=8)
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda n: node.result("linear", [n, 0, 0, 0.0]), range(16)))
+    first, second, third = rows[:3]
+    assert all(abs(2 * b - a - c) < 1e-4 for a, b, c in zip(first, second, third, strict=True)), "it is linear"
 
 
 def test_the_tests_that_security_names_are_there() -> None:

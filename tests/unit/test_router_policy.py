@@ -795,9 +795,68 @@ def test_readiness() -> None:
     assert rig.policy.missing() != []
 
 
+# --- many requests at once in one instance
+
+
+def many(**settings_: Any) -> Rig:
+    return loaded(spec(concurrency=2, **settings_))
+
+
+def test_requests_are_handed_over_at_once_and_no_more_than_may_be() -> None:
+    rig = many()
+    first, second = (one(rig.arrive(number), e.Handover) for number in (1, 2))
+    assert (first.lease, second.lease) == (None, None)
+    assert said(rig.arrive(3), e.Handover) == []
+    actions = rig.say("i1", m.Returned(request=first.ticket, body=b"1", nbytes=0))
+    assert (one(actions, e.Answer).request, one(actions, e.Handover).request) == (1, 3)
+    failed = rig.say("i1", m.Raised(request=second.ticket, code="function_raised", text="x"))
+    fails_with(failed, 2, "function_raised", 500)
+    assert said(failed, e.Kill) == []
+
+
+def test_an_instance_of_many_asks_for_a_lease_with_the_deadline_of_its_oldest_request() -> None:
+    rig = many(deadline_ms=1000)
+    rig.arrive(1)
+    rig.after(0.4)
+    rig.arrive(2)
+    assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).deadline_ms == 600
+
+
+def test_a_client_that_leaves_many_has_its_own_request_abandoned() -> None:
+    rig = many()
+    first, second = (one(rig.arrive(number), e.Handover) for number in (1, 2))
+    assert one(rig.do(e.RequesterLeft(1)), m.Abandon).request == first.ticket
+    rig.say("i1", m.Raised(request=first.ticket, code="cancelled", text=""))
+    assert one(rig.say("i1", m.Returned(request=second.ticket, body=b"1", nbytes=0)), e.Answer).request == 2
+
+
+def test_one_of_many_that_does_not_end_in_time_is_given_up_and_then_its_instance() -> None:
+    rig = many(timeout_ms=1000)
+    first = one(rig.arrive(1), e.Handover)
+    rig.after(0.5)
+    rig.arrive(2)
+    actions = rig.after(0.5)
+    fails_with(actions, 1, "timed_out", 504)
+    assert one(actions, m.Abandon).request == first.ticket
+    rig.after(0.5)
+    assert one(rig.after(SILENT_S - 0.5), e.Kill).instance == "i1"
+
+
+@pytest.mark.parametrize("idempotent", [False, True])
+def test_many_that_were_in_an_instance_that_died_fail_unless_they_may_run_again(idempotent: bool) -> None:
+    rig = many(idempotent=idempotent)
+    rig.arrive(1)
+    rig.arrive(2)
+    actions = rig.do(e.InstanceExited("i1", "died"))
+    lost = [(each.request, each.failure.code) for each in said(actions, e.Fail)]
+    assert lost == ([] if idempotent else [(1, "sandbox_died"), (2, "sandbox_died")])
+    again = rig.load("i2")
+    assert [each.request for each in said(again, e.Handover)] == ([1, 2] if idempotent else [])
+
+
 # --- all of it at random
 
-NAMES = ("f", "g", "s")
+NAMES = ("f", "g", "s", "c")
 GPUS = 3
 
 
@@ -805,7 +864,8 @@ class RouterMachine(RuleBasedStateMachine):
     """Clients, a controller, a zygote and instances that do all that their protocols allow, and some that they do not.
 
     Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
-    answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once.
+    answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once. Function c has
+    two requests at once in its instance.
     """
 
     requests = Bundle("requests")
@@ -822,17 +882,21 @@ class RouterMachine(RuleBasedStateMachine):
         self.alive: set[str] = set()  # processes
         self.doomed: set[str] = set()  # killed, not reported yet
         self.run_by: dict[str, int] = {}  # by instance: ticket of the Run it has got
+        self.open_by: dict[str, list[int]] = {}  # likewise, of those that have many
         self.kept: list[tuple[str, str]] = []  # (function, instance that was deployed or "" for a removal)
         self.do(e.ForkingChanged(True, gpus=GPUS))
         specs = [
             spec("f", timeout_ms=3000, max_queue=3),
             spec("g", idempotent=True),
             spec("s", stateless=True, deadline_ms=1, idempotent=True),
+            spec("c", concurrency=2, timeout_ms=3000),
         ]
         self.do(e.FromController(m.Catalogue(functions=specs)))
         for name in ("i1", "i2", "i3"):  # else most runs would end before a request has begun
             self.do(e.FromInstance(name, m.Importing(confinement="")))
             self.do(e.FromInstance(name, m.Loaded(version=1, nbytes=0)))
+        self.do(e.FromInstance("i4", m.Importing(confinement="")))
+        self.do(e.FromInstance("i4", m.Loaded(version=1, nbytes=0)))
         self.burst("s", 1)
         self.answers()
 
@@ -841,6 +905,11 @@ class RouterMachine(RuleBasedStateMachine):
             match action:
                 case e.Answer(request=request) | e.Fail(request=request) | e.Drop(request=request):
                     self.fates[request] += 1
+                case e.Handover(request=request, instance=instance, ticket=ticket, lease=None):
+                    self.starts_in_order(request)
+                    opened = self.open_by.setdefault(instance, [])
+                    opened.append(ticket)
+                    assert len(opened) <= 2
                 case e.Handover(request=request, instance=instance, ticket=ticket):
                     assert instance not in self.run_by
                     self.starts_in_order(request)
@@ -882,6 +951,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.alive.discard(name)
         self.doomed.discard(name)
         self.run_by.pop(name, None)
+        self.open_by.pop(name, None)
 
     def state_of(self, name: str) -> InstanceState:
         return self.policy.picture.instances[name].state
@@ -914,6 +984,19 @@ class RouterMachine(RuleBasedStateMachine):
                 continue  # it died of what happened to another
             self.do(e.FromInstance(instance, m.Returned(request=ticket, body=b"1", nbytes=0)))
             assert ticket not in self.wishes
+
+    @rule(data=st.data(), raises=st.booleans())
+    def answers_of_many(self, data: st.DataObject, raises: bool) -> None:
+        names = sorted(name for name in self.alive if self.open_by.get(name))
+        if not names:
+            return
+        name = data.draw(st.sampled_from(names))
+        ticket = self.open_by[name].pop(data.draw(st.integers(0, len(self.open_by[name]) - 1)))
+        answer: m.InstanceToRouter = m.Returned(request=ticket, body=b"1", nbytes=0)
+        if raises:
+            codes = ("function_raised", "cancelled", "executor_lost", "invalid_request", "limit_exceeded")
+            answer = m.Raised(request=ticket, code=data.draw(st.sampled_from(codes)), text="")
+        self.do(e.FromInstance(name, answer))
 
     @rule(request=consumes(requests))
     def leave(self, request: int) -> None:
@@ -980,6 +1063,8 @@ class RouterMachine(RuleBasedStateMachine):
                 message = m.Returned(request=data.draw(st.integers(0, 50)), body=b"", nbytes=0)
                 if self.run_by.get(name) == message.request:
                     del self.run_by[name]
+                if message.request in self.open_by.get(name, ()):
+                    self.open_by[name].remove(message.request)
             case _:
                 return
         self.do(e.FromInstance(name, message))
@@ -1019,7 +1104,13 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from((*NAMES, "h")), remove=st.booleans())
     def change(self, name: str, remove: bool) -> None:
         self.asks += 1
-        asked = spec(name, idempotent=True, stateless=name == "s", deadline_ms=1 if name == "s" else 1000)
+        asked = spec(
+            name,
+            idempotent=True,
+            stateless=name == "s",
+            deadline_ms=1 if name == "s" else 1000,
+            concurrency=2 if name == "c" else 1,
+        )
         self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, asked))
 
     @rule(too_large=st.booleans())

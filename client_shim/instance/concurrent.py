@@ -1,0 +1,259 @@
+"""Many requests in one instance: coroutines of an ``async def handle``, on one event loop and one command stream.
+
+Owns which requests are open and when the lease that they share ends. One lease serves those that began within LEASE_S
+of it; the next ones wait until it has ended, so that others have the GPU between.
+
+Whose a GPU error is: commands of all go into one stream, and an executor tells of a failure at the next answer, whoever
+waits for that. Coroutines change only at an ``await``. So before the commands of one request may follow those of
+another, the other's are answered for (SYNC), if any of them may have failed unheard; what comes of that is raised in
+the request that issued them. A request that reads its results before it awaits has nothing to be answered for. Threads
+of a function are not told apart.
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, Final
+
+from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance.codec import BadResponse
+from dormouse.client_shim.instance.handler import leave
+from dormouse.schemas import messages as m
+
+if TYPE_CHECKING:
+    from dormouse.client_shim.instance.runner import Runner
+
+LEASE_S: Final = 0.25
+"""A quarter of the deadline that functions have unless they say otherwise."""
+
+ANSWER_NBYTES: Final = 768 << 10
+"""Of an answer, which goes in one message: the arena has room for one."""
+
+_OWNER: Final[ContextVar[int]] = ContextVar("dormouse_owner", default=0)
+
+
+class CoroutineTurn(Coroutine[Any, Any, Any]):
+    """A coroutine of a request, or of a task that it has made: each of its steps is said to ``Concurrent`` first."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], owner: int, whole: "Concurrent") -> None:
+        self._inner, self._owner, self._whole = inner, owner, whole
+        self.__name__ = getattr(inner, "__name__", "coroutine")
+
+    def send(self, value: Any) -> Any:
+        error = self._whole.enter(self._owner)
+        try:
+            return self._inner.send(value) if error is None else self._inner.throw(error)
+        finally:
+            self._whole.stepped()
+
+    def throw(self, *error: Any) -> Any:
+        self._whole.enter(self._owner)  # its own error, if it has one, is raised at its next step
+        try:
+            return self._inner.throw(*error)
+        finally:
+            self._whole.stepped()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise TypeError("it is a task's alone")
+
+
+class Concurrent:
+    """The requests of one instance, of a function that has loaded."""
+
+    def __init__(self, runner: "Runner") -> None:
+        self._runner = runner
+        self._router, self._stream = runner.backend.router, runner.stream
+        self._pid = os.getpid()
+        self._waiting: deque[m.Run] = deque()
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, set[asyncio.Task[Any]]] = {}  # by request: all that run for it
+        self._owner = 0  # whose commands were recorded last
+        self._errors: dict[int, Exception] = {}  # by request: what its commands have ended with
+        self._leased_s = 0.0  # since when the lease is held that they share
+        self._leaving = False
+        self._pumping = False
+
+    def serve(self) -> None:
+        """Until the router says Exit. Raises PeerLost."""
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._task)
+        self._over = self._loop.create_future()
+        self._runner.backend.may_acquire = True
+        self._loop.add_reader(self._router.link.fileno(), self._pump)
+        self._loop.call_soon(self._pump)
+        try:
+            self._loop.run_until_complete(self._over)
+        finally:
+            self._runner.backend.may_acquire = False
+            self._loop.remove_reader(self._router.link.fileno())
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    # --- what the router says
+
+    def _pump(self) -> None:
+        self._pumping = False
+        try:
+            runs, abandoned = self._router.news()
+        except BaseException as error:
+            self._end(error)
+            return
+        for run in runs:
+            if isinstance(run, m.Run):
+                self._waiting.append(run)
+            else:
+                self._leaving = True
+        for number in abandoned:
+            self._abandon(number)
+        self._begin()
+
+    def stepped(self) -> None:
+        """A coroutine has made a step: it may have read what the router has said while it waited for something."""
+        if os.getpid() != self._pid:
+            leave(SystemExit(0))
+        if not self._pumping and self._router.has_news:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _abandon(self, number: int) -> None:
+        if (task := self._open.get(number)) is not None:
+            task.cancel()
+            return
+        for run in self._waiting:
+            if run.request == number:
+                self._waiting.remove(run)
+                self._send(m.Raised(request=number, code="cancelled", text="the request was cancelled"))
+                return
+
+    def _begin(self) -> None:
+        while self._waiting and not self._lease_ends():
+            run = self._waiting.popleft()
+            own = copy_context()
+            own.run(_OWNER.set, run.request)
+            own.run(context.begin, run.id, run.trace)
+            self._open[run.request] = self._loop.create_task(self._request(run), context=own)
+        if self._leaving and not self._open and not self._waiting and not self._over.done():
+            self._over.set_result(None)
+
+    def _lease_ends(self) -> bool:
+        """Whether the lease that is held serves no more than the requests that there are."""
+        return bool(self._open) and self._stream.leased and time.monotonic() >= self._leased_s + LEASE_S
+
+    def _end(self, error: BaseException) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    def _send(self, message: m.InstanceToRouter) -> None:
+        try:
+            self._router.send(message)
+        except BaseException as error:
+            self._end(error)
+
+    # --- whose turn it is on the stream
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, inner: Any, *, context: Context | None = None
+    ) -> asyncio.Task[Any]:
+        owner = _OWNER.get() if context is None else context.get(_OWNER, 0)
+        if owner == 0:
+            return asyncio.Task(inner, loop=loop, context=context)
+        task: asyncio.Task[Any] = asyncio.Task(CoroutineTurn(inner, owner, self), loop=loop, context=context)
+        tasks = self._tasks.setdefault(owner, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    def enter(self, owner: int) -> Exception | None:
+        """Commands of this request follow; the error that its commands before have ended with, once."""
+        if owner != self._owner:
+            self._answer_for(self._owner)
+            self._owner = owner
+        if not self._stream.leased:
+            self._leased_s = time.monotonic()  # of the lease that it may take now
+        return self._errors.pop(owner, None)
+
+    def _answer_for(self, owner: int) -> None:
+        """Hear of the commands that were recorded last."""
+        try:
+            self._stream.answer_for_all()
+        except Exception as error:
+            if owner in self._open:
+                self._errors[owner] = error
+
+    # --- one request
+
+    async def _request(self, run: m.Run) -> None:
+        """Its answer is sent when it has none of its tasks any more, and its commands were answered for."""
+        answer: m.Returned | m.Raised
+        failed: tuple[str, str, str] | None = None
+        data, kind = b"", ""
+        try:
+            data, kind = await self._answer(run)
+        except asyncio.CancelledError:
+            failed = "cancelled", "the request was cancelled", ""
+        except BaseException as error:
+            failed = self._failure(error)
+        with suppress(asyncio.CancelledError):  # it is at its end anyway
+            if failed is not None:
+                await asyncio.sleep(0)  # the step that has raised the error is over, and what it held is gone
+            await self._end_tasks(run.request)
+        try:
+            if self._owner == run.request:
+                self._stream.answer_for_all()
+            if (error_of_late := self._errors.pop(run.request, None)) is not None:
+                raise error_of_late
+            if len(self._open) == 1 and self._stream.leased:
+                self._stream.end_lease()
+        except BaseException as error:
+            if report.code(error, "") in ("executor_lost", "seat_lost"):
+                self._stream.lose_lease()
+            failed = failed or self._failure(error)
+        if failed is None:
+            answer = m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind)
+        else:
+            code, text, param = failed
+            if code not in report.CLIENTS and code != "cancelled":
+                print(f"{context.current()}:\n{text}", file=sys.stderr, flush=True)
+            answer = m.Raised(request=run.request, code=code, text=text, param=param)
+        if len(self._open) == 1 and (remains := self._stream.remains()):  # what others have may go with them
+            print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
+            self._send(m.Spoiled(text=remains))
+        sys.stdout.flush()
+        self._send(answer)
+        del self._open[run.request]
+        self._tasks.pop(run.request, None)
+        self._loop.call_soon(self._begin)
+
+    def _failure(self, error: BaseException) -> tuple[str, str, str]:
+        code, text = self._runner.verdict(error, "handle()", "function_raised")
+        return code, text, report.param(error)
+
+    async def _answer(self, run: m.Run) -> tuple[bytes, str]:
+        assert run.body is not None, "requests of many come in messages"
+        request = self._runner.hints.value_of(run.body, run.kind)
+        result = self._runner.function.handle(self._runner.state, request)
+        if inspect.isawaitable(result):
+            result = await result
+        if isinstance(result, AsyncIterator | Iterator):
+            raise BadResponse("handle() returned an iterator: deploy without --concurrency to answer in parts")
+        data, kind = answer_bodies.encode(result, run.accept, ANSWER_NBYTES)
+        return bytes(data), kind
+
+    async def _end_tasks(self, number: int) -> None:
+        """Those that it has left."""
+        mine = asyncio.current_task()
+        if left := [task for task in self._tasks[number] if task is not mine and not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
