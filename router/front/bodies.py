@@ -42,9 +42,9 @@ class Body:
         self._chunks: list[bytes] = []
         self._pages: mmap.mmap | None = None
 
-    async def add(self, chunk: bytes, expected_nbytes: int) -> None:
-        """``expected_nbytes``: at most so many will come in all. Raises NoRoom."""
-        if self._pages is None and self.nbytes + len(chunk) > SMALL_NBYTES:
+    async def expect(self, expected_nbytes: int) -> None:
+        """Have room for so many, if they need any. Raises NoRoom."""
+        if self._pages is None and expected_nbytes > SMALL_NBYTES:
             await self._bodies.take(expected_nbytes)
             self._room_nbytes = expected_nbytes
             self._pages = mmap.mmap(-1, expected_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -53,6 +53,11 @@ class Body:
             for early in self._chunks:
                 self._pages.write(early)
             self._chunks = []
+
+    async def add(self, chunk: bytes, expected_nbytes: int) -> None:
+        """``expected_nbytes``: at most so many will come in all. Raises NoRoom."""
+        if self.nbytes + len(chunk) > SMALL_NBYTES:
+            await self.expect(expected_nbytes)
         if self._pages is None:
             self._chunks.append(chunk)
         else:

@@ -63,12 +63,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """``keep_s``: of what has ended. The others are of each tenant, and of the node."""
+    """``keep_s``: of what has ended. The others are of each tenant, and of the node; ``begun_nbytes``: of bodies of
+    jobs that have begun, beside which other requests have room.
+    """
 
     keep_s: float
     tenant_jobs: int
     tenant_nbytes: int
     nbytes: int
+    begun_nbytes: int
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class JobBook:
         self.nbytes = 0
         self._queues: dict[str, deque[Job]] = {}  # by function
         self._at_once: deque[Job] = deque()  # that somebody waits for
+        self._begun_nbytes = 0  # of those of which _begun counts
         self._begun: Counter[str] = Counter()  # by function, of those that nobody waits for
         self._tenants: dict[str, _Tenant] = {}
 
@@ -152,6 +156,8 @@ class JobBook:
         found: Job | None = None
         for function, queue in self._queues.items():
             first = queue[0]
+            if self._begun_nbytes and first.nbytes and self._begun_nbytes + first.nbytes > self.limits.begun_nbytes:
+                continue
             if first.due_s <= now_s and self._begun[function] < room(function):
                 found = first
                 break
@@ -159,6 +165,7 @@ class JobBook:
             self._unqueue(found)
             found.state = JobState.BEGUN
             self._begun[found.function] += 1
+            self._begun_nbytes += found.nbytes
         return found
 
     def _unqueue(self, job: Job) -> None:
@@ -193,6 +200,7 @@ class JobBook:
     def _leave(self, job: Job) -> None:
         if not job.patient:
             return
+        self._begun_nbytes -= job.nbytes
         self._begun[job.function] -= 1
         if not self._begun[job.function]:
             del self._begun[job.function]
@@ -239,6 +247,9 @@ class JobBook:
         begun = Counter(job.function for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient)
         assert begun == self._begun
         assert begun.total() <= MOST_BEGUN
+        sizes = [job.nbytes for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient]
+        assert self._begun_nbytes == sum(sizes)
+        assert self._begun_nbytes <= self.limits.begun_nbytes or len([nbytes for nbytes in sizes if nbytes]) == 1
         assert self.nbytes == sum(job.nbytes for job in self.jobs.values()) <= self.limits.nbytes
         for name, tenant in self._tenants.items():
             own = [job for job in self.jobs.values() if job.tenant == name]

@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 VERSION: Final = 1
 
+LOG_NBYTES: Final = 16 << 20
+"""Of SQLite's log, while nothing is written: a large answer makes it longer for a moment."""
+
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, number INTEGER, function TEXT, tenant TEXT, route TEXT, "
     "scope TEXT, digest BLOB, patient INTEGER, idempotent INTEGER, label TEXT, trace TEXT, kind TEXT, accept TEXT, "
@@ -157,6 +160,7 @@ class JobFile:
         db.execute("PRAGMA auto_vacuum=FULL")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
+        db.execute(f"PRAGMA journal_size_limit={LOG_NBYTES}")
         (found,) = db.execute("PRAGMA user_version").fetchone()
         if found not in (0, VERSION):
             raise ValueError(f"of version {found}")

@@ -80,6 +80,7 @@ class Jobs:
                 tenant_jobs=section.tenant_jobs,
                 tenant_nbytes=parse_nbytes(section.tenant_store),
                 nbytes=parse_nbytes(section.store),
+                begun_nbytes=parse_nbytes(limits.bodies) // 4,
             )
         )
         self._answer_nbytes, self._wait_s = parse_nbytes(limits.response), section.wait_ms / 1000
@@ -161,11 +162,14 @@ class Jobs:
         Raises HttpError.
         """
         try:
-            await self.knows_jobs()
-            data = bytes(body.data)
-            digest = await self._do(_digest, data, body.kind) if asked.key else b""
+            return await self._taken(asked, body)
         finally:
-            body.close()
+            body.close()  # not before it is in the file: until then it counts
+
+    async def _taken(self, asked: KeptRequest, body: Body) -> tuple[Job, bool]:
+        await self.knows_jobs()
+        data = bytes(body.data)
+        digest = await self._do(_digest, data, body.kind) if asked.key else b""
         scope = f"{asked.function}\n{asked.route}\n{asked.key}" if asked.key else ""
         function = self._node.picture.functions.get(asked.function)
         if function is None:  # it was removed meanwhile
@@ -280,9 +284,10 @@ class Jobs:
 
     async def _outcome(self, job: Job) -> Result | NotRun:
         """What its function answers. Raises NotKept, NoRoom."""
-        given = await self._do(self._known_file.begin, job.id, job.idempotent)
         body, requests = Body(self._node.requests.bodies), self._node.requests
         try:
+            await body.expect(job.nbytes)
+            given = await self._do(self._known_file.begin, job.id, job.idempotent)
             await body.add(given.body, len(given.body))
             body.complete()
             body.kind, body.accept = given.kind, given.accept

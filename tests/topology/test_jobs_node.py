@@ -1,5 +1,6 @@
 """Jobs and repeated requests on a real node: over restarts and kills, for several tenants, on a full disk."""
 
+import json
 import resource
 import threading
 from collections.abc import Iterator
@@ -166,6 +167,20 @@ def test_a_request_with_a_key_runs_once(node: TestNode) -> None:
     other = _post(node, {"x": 5}, **key)
     assert (other.status, other.code) == (422, "idempotency_key_reused")
     assert _post(node, {"x": 5}, "g", **key).body["had"] == 5, "another function's key is another one"
+
+
+def test_a_client_that_leaves_does_not_end_a_request_with_a_key(node: TestNode) -> None:
+    gate = node.shared / "gate6"
+    body, key = {"count": "six", "until": str(gate), "x": 6}, {"Idempotency-Key": "six"}
+    connection = node.connect(30)
+    connection.request("POST", "/functions/f/invoke", json.dumps(body), {"Content-Type": "application/json", **key})
+    node.wait(lambda: _counted(node, "six") == 1, 20, "it to run")
+    connection.close()
+    job = _post(node, body, **key, Prefer="respond-async").headers["location"]
+    gate.touch()
+    assert _ended(node, job)["state"] == "succeeded"
+    answer = _post(node, body, **key)
+    assert (answer.body["had"], answer.headers["idempotency-replayed"], _counted(node, "six")) == (6, "true", 1)
 
 
 def test_what_was_turned_away_may_be_sent_again_under_its_key(node: TestNode) -> None:

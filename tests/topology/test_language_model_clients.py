@@ -535,3 +535,30 @@ def test_kv_that_can_never_fit_is_an_error_and_the_next_is_well(tmp_path: Path) 
                     pass
             assert broken.value.code == "out_of_memory"
             assert ask(client, new=6, name="wide") == generated(wide, prompt_tokens(), 6)
+
+
+def test_a_chat_as_a_job_and_one_that_is_sent_again(node: TestNode, model: PreTrainedModel) -> None:
+    def said(body: Any, **headers: str) -> Any:
+        return node.http("POST", "/v1/chat/completions", raw=body, headers=headers)
+
+    plain = said(body_of()).body["choices"][0]["message"]
+    job = said(body_of(), Prefer="respond-async")
+    assert (job.status, job.body["function"]) == (202, "chat")
+    told = node.http("GET", job.headers["location"], headers={"Prefer": "wait=60"}).body
+    assert told["state"] == "succeeded"
+    answer = node.http("GET", told["result"])
+    assert answer.body["choices"][0]["message"] == plain
+    assert "prefill;dur=" in answer.headers["server-timing"]
+    first, second = (said(body_of(), **{"Idempotency-Key": "chat-1"}) for _ in range(2))
+    assert first.body == second.body, "ids and times too: it was made once"
+    assert second.headers["idempotency-replayed"] == "true"
+    streamed = said(body_of(stream=True), Prefer="respond-async")
+    told = node.http("GET", streamed.headers["location"], headers={"Prefer": "wait=60"}).body
+    whole = node.http("GET", told["result"])
+    assert whole.headers["content-type"] == "text/event-stream"
+    events = [line.removeprefix("data: ") for line in whole.body.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    made = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    assert made == plain["content"]
+    wrong = said(b'{"model": "nobody"}', Prefer="respond-async")
+    assert (wrong.status, wrong.code) == (404, "model_not_found")

@@ -11,7 +11,7 @@ from dormouse.router.front.exchange import HttpError
 from dormouse.router.jobs.book import AGAIN_MOST_S, AGAIN_S, MOST_BEGUN, Job, JobBook, JobLimits, JobState
 from dormouse.router.jobs.prefer import MOST_WAIT_S, Preferences, wished
 
-LIMITS = JobLimits(keep_s=100.0, tenant_jobs=4, tenant_nbytes=50, nbytes=80)
+LIMITS = JobLimits(keep_s=100.0, tenant_jobs=4, tenant_nbytes=50, nbytes=80, begun_nbytes=40)
 
 
 def _job(name: str, function: str = "f", tenant: str = "a", nbytes: int = 5, scope: str = "") -> Job:
@@ -67,9 +67,18 @@ def test_what_somebody_waits_for_begins_at_once() -> None:
 
 
 def test_a_node_has_only_so_many_that_have_begun() -> None:
-    limits = JobLimits(100.0, 1000, 10_000, 10_000)
+    limits = JobLimits(100.0, 1000, 10_000, 10_000, 10_000)
     book = _book(*(_job(str(number), f"f{number}") for number in range(MOST_BEGUN + 1)), limits=limits)
     assert [_next(book) for _ in range(MOST_BEGUN + 1)][-2:] == [str(MOST_BEGUN - 1), ""]
+
+
+def test_bodies_of_jobs_that_have_begun_leave_room_for_others() -> None:
+    limits = JobLimits(100.0, 1000, 1000, 1000, begun_nbytes=40)
+    sizes = {"1": 90, "2": 20, "3": 20, "4": 5, "5": 0}
+    book = _book(*(_job(name, f"f{name}", nbytes=nbytes) for name, nbytes in sizes.items()), limits=limits)
+    assert [_next(book) for _ in range(3)] == ["1", "5", ""], "one alone may be larger, and none takes no room"
+    book.end(book.jobs["1"], 7, 200, "", 1.0, 2000.0)
+    assert [_next(book) for _ in range(3)] == ["2", "3", ""]
 
 
 def test_what_was_turned_away_is_first_again_after_a_while() -> None:
