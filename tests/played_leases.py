@@ -72,8 +72,10 @@ class Played:
             self.do(e.InstanceAttached(name, f"t-{name}" if tenants else "t", llm=True, group=group, adapter=adapter))
             self.model(name, 99 if name in shared else 100 + number, nbytes, 200 + number if adapter else 0)
 
-    def model(self, name: str, segment: int, nbytes: int = GRANULE, adapter: int = 0) -> None:
-        segments = [(segment, nbytes), *[(adapter, GRANULE)] * bool(adapter)]
+    def model(
+        self, name: str, segment: int, nbytes: int = GRANULE, adapter: int = 0, adapter_nbytes: int = GRANULE
+    ) -> None:
+        segments = [(segment, nbytes), *[(adapter, adapter_nbytes)] * bool(adapter)]
         entries = [
             m.Entry(storage=number, segment=segment, offset=0, nbytes=nbytes)
             for number, (segment, nbytes) in enumerate(segments, 1)
@@ -182,7 +184,7 @@ class Played:
                 self.kv[name] += [number for number, _ in extents]
             case m.GranulesGiven(granules=granules, writable=False):
                 self.mapped[name].update(granule.offset for granule in granules)
-            case m.MemberLeaves(granules=granules) if granules:
+            case m.MemberLeaves(granules=granules, stays=stays) if granules or stays:
                 self.parts[name].append(message)
                 if self.obeys and not self.slow:
                     self.part(name)

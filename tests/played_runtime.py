@@ -149,10 +149,10 @@ class Played:
             assert packet is not None
             message = packet[0]
             match message:
-                case m.KvWanted(extents=count, nbytes=nbytes):
+                case m.KvWanted(extents=count, nbytes=nbytes, wish=wish):
                     for each in in_step:
                         self.executor.send(each)
-                    self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count)]))
+                    self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count + wish)]))
                     continue
                 case m.LoadChanged() | m.KvReturned() if not isinstance(message, kind):
                     continue

@@ -131,7 +131,7 @@ class Runtimes:
         runtime = self._runtimes.get(name)
         if isinstance(message, m.MemberLeaves):
             if runtime is not None and serial in runtime.serials:
-                if message.granules:
+                if message.granules or message.stays:
                     self._owes(runtime, m.MemberLeft)
                 self._send(runtime, message)
             else:  # it has never had anything of it

@@ -34,15 +34,21 @@ def end_one(state: MachineState) -> bool:
 
 
 def make_leave(state: MachineState) -> bool:
-    """Have one leave its seat, if its runtime computes for others, too; False if there is none."""
-    for lease in sorted(_paused(state), key=lambda lease: (lease.seated_s, lease.serial)):
-        others = [each for each in state.members(lease.runtime) if each is not lease and each.state in SEATED]
-        if others and (own := endings.own_granules(state, lease)):
-            state.to(lease, LeaseState.LEAVING)
-            lease.parts = True
-            state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own, stays=True))
-            return True
-    return False
+    """Have one leave its seat, if its runtime computes for others, too; False if there is none. One that has granules
+    of its own is first; of those that share theirs, the last one frees them.
+    """
+    found: list[tuple[bool, float, int, HeldLease, list[int]]] = []
+    for lease in _paused(state):
+        if any(each is not lease and each.state in SEATED for each in state.members(lease.runtime)):
+            own = endings.own_granules(state, lease)
+            found.append((not own, lease.seated_s, lease.serial, lease, own))
+    if not found:
+        return False
+    *_, lease, own = min(found)
+    state.to(lease, LeaseState.LEAVING)
+    lease.parts = True
+    state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own, stays=True))
+    return True
 
 
 def left(state: MachineState, lease: HeldLease) -> None:

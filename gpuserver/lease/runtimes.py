@@ -193,8 +193,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             for lease in members:
                 if lease.serial == serial:
                     adapters.left(state, lease)
-        case m.KvWanted(extents=count, nbytes=nbytes):
-            growth.grow(state, books, count, nbytes)
+        case m.KvWanted():
+            growth.grow(state, books, event.message)
         case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):
             reclaim.returned(state, books, event.message)
         case m.KvReturned():

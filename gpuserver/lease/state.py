@@ -128,7 +128,7 @@ class RuntimeBooks:
     due: m.StepsDue | None = None  # what that is
     rests: bool = False  # it has no sequence, as far as it has said
     running: int = 0  # sequences that it had then
-    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
+    kv_wanted: m.KvWanted | None = None  # for which others make room
     kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back
     kv_asked: bool = False  # and was asked to; it has not answered
     last_nbytes: int = 0  # of KV, that it has got last

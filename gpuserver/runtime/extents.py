@@ -15,7 +15,7 @@ EXTENT_NBYTES: Final = 2 << 20
 """About the size of an extent: the small granule."""
 
 EXTENTS: Final = 4
-"""Asked for at once, at least: a question takes as long as a token of a small model."""
+"""Wished for at once, at least: a question takes as long as a token of a small model."""
 
 
 class KvExtents:
@@ -34,15 +34,13 @@ class KvExtents:
         block_nbytes = self.engine.layout.block_nbytes
         per_extent = max(1, EXTENT_NBYTES // block_nbytes)
         wanted = -(-blocks // per_extent)
-        for count in dict.fromkeys((max(wanted, EXTENTS), wanted)):
-            self._link.say(m.KvWanted(extents=count, nbytes=per_extent * block_nbytes))
-            given = self._link.wait_for_memory()
-            if given.extents:
-                for number, offset in given.extents:
-                    self._places[number] = offset, per_extent * block_nbytes
-                    self.engine.add_extent(number, offset, per_extent * block_nbytes)
-                return True
-        return False
+        wish = max(0, EXTENTS - wanted)
+        self._link.say(m.KvWanted(extents=wanted, nbytes=per_extent * block_nbytes, wish=wish))
+        given = self._link.wait_for_memory().extents
+        for number, offset in given:
+            self._places[number] = offset, per_extent * block_nbytes
+            self.engine.add_extent(number, offset, per_extent * block_nbytes)
+        return bool(given)
 
     def give_back(self) -> None:
         """What holds nothing, when there is nothing to do."""

@@ -126,6 +126,7 @@ class RuntimeProcess:
         (self._unseat if message.stays else self._dismiss)(message.serial)
         if message.granules:
             self._mapping.unmap(message.granules)
+        if message.granules or message.stays:  # no step reads any more what it had
             self._link.say(m.MemberLeft(serial=message.serial))
         self._tell_load()
 

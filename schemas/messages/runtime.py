@@ -90,7 +90,8 @@ class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
 
 class MemberLeaves(Message, frozen=True, kw_only=True, tag=10):
     """This lease is over: nothing more is computed for it. With offsets of ``granules``, which no other lease of the
-    runtime has: unmap them, and say MemberLeft. If it ``stays``, it is only to have no seat: its sequences wait.
+    runtime has: unmap them, and say MemberLeft. If it ``stays``, it is only to have no seat: its sequences wait, and
+    MemberLeft says that no step has them.
     """
 
     serial: int
@@ -163,10 +164,13 @@ class StepsWanted(Message, frozen=True, kw_only=True, tag=4):
 
 
 class KvWanted(Message, frozen=True, kw_only=True, tag=5):
-    """Room for so many extents of KV."""
+    """Room for so many extents of KV: without them somebody's sequence stands still. ``wish``: for as many more if
+    nobody has to do without anything for them.
+    """
 
     extents: int
     nbytes: int
+    wish: int = 0
 
 
 class KvReturned(Message, frozen=True, kw_only=True, tag=6):

@@ -34,11 +34,11 @@ def models(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """A base and adapters of nearly 2.8 MB each, all different."""
     folder = tmp_path_factory.mktemp("folders")
     found: dict[str, Any] = {"chat": make_folder(folder / "chat")}
-    deploy(node, "chat", folder / "chat", timeout="200s")  # they take turns at memory, on a machine that may be busy
+    deploy(node, "chat", folder / "chat")
     for number in range(MANY):
         name = f"a{number}"
         found[name] = save_adapter(folder / name, base_model(), r=256 - number, target_modules=ALL, lora_alpha=64)
-        node.admin.deploy(name, modelfolder.find_adapter(str(folder / name)), {"base": "chat", "timeout": "200s"})
+        node.admin.deploy(name, modelfolder.find_adapter(str(folder / name)), {"base": "chat"})
     return found
 
 

@@ -957,6 +957,77 @@ def test_kv_of_who_computes_has_the_room_of_an_adapter_that_does_not() -> None:
     assert len(played.kv["g"]) == 1
 
 
+def small_adapters(granules: int) -> tuple[Played, dict[str, int]]:
+    """Of a third of a granule each: two share one. The last of them has the turn; nobody's sequences are over."""
+    played = Played(granules=granules, models="abcde", shared="abcde", adapters="bcde")
+    for number, name in enumerate("bcde"):
+        played.model(name, 99, adapter=201 + number, adapter_nbytes=GRANULE * 2 // 5)
+    serials = {}
+    for name in "abcde":
+        serials[name] = played.wake(name)
+        played.now_s += 1.0
+        if name != "e":
+            played.do(m.Pause(serial=serials[name]))
+    return played, serials
+
+
+def states_of(played: Played) -> dict[str, str]:
+    return {lease.instance: lease.state.value for lease in played.machine.leases.values()}
+
+
+def test_those_that_share_a_granule_make_room_together() -> None:
+    """Else KV for which others would have to leave had no room at all, and its sequence was told so."""
+    played, serials = small_adapters(3)
+    assert played.machine.stats().free_nbytes == 0
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    leaves = [each for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
+    assert [(each.serial, each.stays, len(each.granules)) for each in leaves] == [
+        (serials["b"], True, 0), (serials["c"], True, 1),
+    ]  # fmt: skip
+    assert states_of(played) == {"a": "paused", "b": "away", "c": "away", "d": "paused", "e": "running"}
+    assert len(played.kv["g"]) == 1
+
+
+def test_what_an_adapter_had_is_nobodys_before_its_runtime_has_let_go_of_it() -> None:
+    """Though nothing is to be unmapped: a step may be reading it."""
+    played, _ = small_adapters(3)
+    played.slow = True
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert states_of(played)["b"] == "leaving"
+    played.part("g")
+    assert states_of(played)["b"] == "away"
+
+
+def test_a_wish_for_kv_takes_what_is_free_and_no_adapter_of_which_there_are_sequences() -> None:
+    played, _ = small_adapters(5)
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE, wish=3))
+    assert len(played.kv["g"]) == 1, "there is room for one more, and not for three"
+    assert set(states_of(played).values()) == {"paused", "running"}
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE, wish=0))
+    assert len(played.kv["g"]) == 2
+    assert played.machine.stats().free_nbytes == 0
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_wish_for_kv_takes_idle_weights_unless_an_adapter_would_have_to_come_again(away: bool) -> None:
+    played = Played(granules=5, models="abcd", shared="abc", adapters="bc")
+    played.do(e.SeatUnwanted(played.wake("d")))
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    if away:
+        played.do(m.Pause(serial=second))
+        played.machine._state.leases[second].state = LeaseState.LEAVING
+        played.machine._state.leases[second].parts = True
+        played.say("g", m.MemberLeft(serial=second))
+        assert states_of(played)["b"] == "away"
+        played.wake("c")
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE, wish=1))
+    assert (103 in played.machine.residency.pool, len(played.kv["g"])) == ((True, 1) if away else (True, 2))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE, wish=0))
+    assert 103 not in played.machine.residency.pool
+
+
 def test_one_that_is_away_and_has_no_sequence_asks_for_nothing() -> None:
     played = Played(granules=3, models="abc", shared="abc", adapters="bc")
     serials = [played.wake("a")]

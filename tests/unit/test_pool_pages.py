@@ -35,6 +35,21 @@ def test_small_granules_step_in_for_large_ones_and_the_other_way_round() -> None
     assert pool.lost_nbytes == 2 * SMALL
 
 
+def test_what_fits_in_a_granule_lies_in_one() -> None:
+    """Whichever of its neighbours are here with it."""
+    pool = pages(0, 8)
+    for segment in range(4):
+        pool.place([(2 * segment, UNIT), (2 * segment + 1, 2 * UNIT)], cost=even)
+    assert [pool.offset(2 * segment) for segment in range(4)] == [0, SMALL, 2 * SMALL, 3 * SMALL]
+    pool.place([(8, UNIT)], cost=even)
+    assert pool.offset(8) == 3 * SMALL + 3 * UNIT
+    pool.place([(9, SMALL + UNIT)], cost=even)  # more than a granule has: beside what is there
+    assert pool.offset(9) == 4 * SMALL
+    pool.place([(10, 2 * SMALL)], cost=even)
+    assert pool.offset(10) == 5 * SMALL + UNIT
+    pool.check()
+
+
 def test_a_segment_keeps_its_address_until_it_is_forgotten() -> None:
     pool = pages(2, 4, address=4 * LARGE)
     first = pool.place([(1, LARGE)], cost=even).placed[1]

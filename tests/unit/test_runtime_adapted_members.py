@@ -147,6 +147,21 @@ def test_one_leaves_while_memory_is_asked_for(played: Played, stays: bool) -> No
         check(played, 2, added)
 
 
+def test_one_that_only_loses_its_seat_is_in_no_step_when_that_is_said(played: Played) -> None:
+    """Nothing is unmapped for it: its granules are others', too."""
+    added = adapter(played.model, 1)
+    played.join_adapted(2, added, 24 * MIB)
+    played.submit(1, PROMPT, 2, NEW)
+    played.executor.send(m.MemberLeaves(serial=2, granules=[], stays=True))
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    assert heard(played, m.MemberLeft).serial == 2
+    played.give_adapter(tensors_of(added), 26 * MIB)
+    played.seat(2, adapter_at=26 * MIB)
+    compute(played, (2, 1))
+    check(played, 2, added)
+
+
 def heard(played: Played, kind: type[Said]) -> Said:
     """The next of this kind, and nothing is answered before."""
     while True:

@@ -94,6 +94,13 @@ def test_one_that_waits_for_memory_gives_back_what_it_is_asked_for(asked: Asked)
     assert returned(asked).extents == [asked.empty]
 
 
+@pytest.mark.parametrize(("extents", "wish"), [(1, 3), (4, 0), (5, 0)])
+def test_what_is_needed_is_asked_for_and_the_rest_wished(asked: Asked, extents: int, wish: int) -> None:
+    asked.executor.send(m.KvGiven(extents=[]))
+    assert not asked.kv.grow(extents * asked.per_extent)
+    assert asked.heard() == m.KvWanted(extents=extents, nbytes=asked.extent_nbytes, wish=wish)
+
+
 def test_a_runtime_without_a_model_answers_too(asked: Asked) -> None:
     asked.kv.engine = None
     asked.kv.reclaim(1)

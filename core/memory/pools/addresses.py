@@ -3,7 +3,7 @@
 Addresses are plenty and physical granules are not: the segments that come together for one tenant lie side by side, so
 that neighbours share granules and only the end of a batch wastes part of one. A batch begins at a large granule's
 boundary and owns whole large windows, so that granules are never shared by two tenants; what is left of the window
-at its end goes to the same tenant's next segments that fit there.
+at its end goes to the same tenant's next segments that fit there. A batch that fits in a small granule lies in one.
 """
 
 import itertools
@@ -13,10 +13,12 @@ from dormouse.core.freelist import FreeList, aligned
 
 
 class Addresses:
-    """Windows of ``window_nbytes`` in ``[0, nbytes)``, and what is known to lie in them."""
+    """Windows of ``window_nbytes`` in ``[0, nbytes)``, and what is known to lie in them. ``tile_nbytes``: of a small
+    granule.
+    """
 
-    def __init__(self, nbytes: int, window_nbytes: int) -> None:
-        self._window = window_nbytes
+    def __init__(self, nbytes: int, window_nbytes: int, tile_nbytes: int) -> None:
+        self._window, self._tile = window_nbytes, tile_nbytes
         self._free = FreeList(nbytes // window_nbytes * window_nbytes)
         self._known: dict[int, tuple[int, int]] = {}  # (offset, aligned nbytes) by segment
         self._count: dict[int, int] = {}  # known segments by window that they touch
@@ -57,6 +59,8 @@ class Addresses:
         sizes = [aligned(nbytes) for _, nbytes in needs]
         total = sum(sizes)
         start, end = before = self.tail(tenant)
+        if total <= self._tile < start % self._tile + total:
+            start = -(-start // self._tile) * self._tile  # else it takes two granules when it is here without others
         if not share or end - start < total:
             windows = -(-total // self._window)
             found = self._free.find(windows * self._window)

@@ -25,7 +25,7 @@ class Pages:
     def __init__(self, granules: list[tuple[int, int]], address_nbytes: int) -> None:
         self._granules = Granules(granules)
         self.capacity = self._granules.capacity
-        self._addresses = Addresses(address_nbytes, self._granules.large_nbytes)
+        self._addresses = Addresses(address_nbytes, self._granules.large_nbytes, self._granules.small_nbytes)
         self._nbytes: dict[int, int] = {}  # by resident segment, as asked for
         self._backing = Backing(self._granules)
         self._used = 0
