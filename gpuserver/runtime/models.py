@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from dormouse.gpuserver.runtime import layers
 from dormouse.gpuserver.runtime.attention import BlockAttention
@@ -31,8 +30,7 @@ def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> P
     """
     spec.check()
     name = f"dormouse-{next(_numbers)}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, attention)  # one without a mask: who sees whom is in the block tables
     config = AutoConfig.for_model(spec.family, **spec.config)
     with parameters_on_meta():
         made: Any = AutoModelForCausalLM
@@ -44,10 +42,6 @@ def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> P
             setattr(module, each, buffer.to(attention.memory.device))
     layers.install(model, attention, fused)
     return model
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Who sees whom is in the block tables."""
 
 
 @contextmanager
