@@ -2,6 +2,7 @@
 
 import json
 import sys
+from datetime import datetime
 from typing import Any
 
 import click
@@ -26,6 +27,11 @@ def size(nbytes: int | None) -> str:
 def harmless(text: str) -> str:
     """In the place of characters that a terminal obeys, what Python writes for them."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def when(seconds: float) -> str:
+    """A time of the Unix clock."""
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:

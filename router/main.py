@@ -96,7 +96,7 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history)
+        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self._jobs)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()

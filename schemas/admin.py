@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -89,11 +89,12 @@ class Finish(Packet, frozen=True, kw_only=True, tag=3):
 
 class Invoke(Packet, frozen=True, kw_only=True, tag=4):
     """One request. Comes with one descriptor: a file that has the request's body. ``kind``: its content type, "" for
-    JSON.
+    JSON. ``detach``: as a job, which is the answer.
     """
 
     name: str
     kind: str = ""
+    detach: bool = False
 
 
 class Remove(Packet, frozen=True, kw_only=True, tag=5):
@@ -189,6 +190,29 @@ class Pin(Packet, frozen=True, kw_only=True, tag=18):
     pinned: bool = True
 
 
+class ListJobs(Packet, frozen=True, kw_only=True, tag=19):
+    """Of a function, or of all."""
+
+    name: str = ""
+
+
+class AskJob(Packet, frozen=True, kw_only=True, tag=20):
+    """How a job is, at the latest after so long; at once if it has ended."""
+
+    id: str
+    wait_s: int = 0
+
+
+class JobResult(Packet, frozen=True, kw_only=True, tag=21):
+    """The answer of a job that has ended."""
+
+    id: str
+
+
+class CancelJob(Packet, frozen=True, kw_only=True, tag=22):
+    id: str
+
+
 Act = (
     Deploy
     | Invoke
@@ -206,6 +230,10 @@ Act = (
     | Versions
     | Rollback
     | Pin
+    | ListJobs
+    | AskJob
+    | JobResult
+    | CancelJob
 )
 """What a caller may want; whether it may is decided for each."""
 

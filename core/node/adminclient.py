@@ -69,6 +69,30 @@ class AdminClient:
     def pin(self, name: str, pinned: bool) -> None:
         self._call(a.Pin(name=name, pinned=pinned))
 
+    def detach(self, name: str, body: bytes, kind: str = "") -> dict[str, Any]:
+        """A job of this request."""
+        pieces = self._pieces(a.Invoke(name=name, kind=kind, detach=True), body)
+        return msgspec.json.decode(b"".join(said.data for said in pieces), type=dict[str, Any])
+
+    def jobs(self, name: str = "") -> list[dict[str, Any]]:
+        """The newest first."""
+        found: list[dict[str, Any]] = self._asked(a.ListJobs(name=name), dict[str, Any])["jobs"]
+        return found
+
+    def job(self, id: str, wait_s: int = 0) -> dict[str, Any]:
+        """How it is, at the latest after so long."""
+        with self._conversation(None if wait_s else self._call_s) as conversation:
+            return msgspec.json.decode(b"".join(conversation.ask(a.AskJob(id=id, wait_s=wait_s))), type=dict[str, Any])
+
+    def cancel(self, id: str) -> dict[str, Any]:
+        return self._asked(a.CancelJob(id=id), dict[str, Any])
+
+    def result(self, id: str) -> tuple[str, bytes]:
+        """The answer of a job that has ended, and its content type, "" for JSON."""
+        with self._conversation(None) as conversation:
+            said = list(conversation.asked(a.JobResult(id=id)))
+        return said[0].kind if said else "", b"".join(piece.data for piece in said)
+
     def remove(self, name: str) -> None:
         self._call(a.Remove(name=name))
 
@@ -88,13 +112,16 @@ class AdminClient:
 
     def stream(self, name: str, body: bytes, kind: str = "") -> Generator[tuple[str, bytes], None, None]:
         """The answer in pieces, each with its content type, "" for JSON; ``kind`` is the body's."""
+        for said in self._pieces(a.Invoke(name=name, kind=kind), body):
+            yield said.kind, said.data
+
+    def _pieces(self, act: a.Invoke, body: bytes) -> Generator[a.Said, None, None]:
         fd = os.memfd_create("body", os.MFD_CLOEXEC)
         with open(fd, "wb") as file:
             file.write(body)
             file.flush()
             with self._conversation(None) as conversation:
-                for said in conversation.asked(a.Invoke(name=name, kind=kind), [fd]):
-                    yield said.kind, said.data
+                yield from conversation.asked(act, [fd])
 
     def logs(self, name: str, lines: int, follow: bool, since_s: float = 0.0) -> Generator[bytes, None, None]:
         """The log in pieces, from then on; without end if ``follow``."""

@@ -21,7 +21,9 @@ from dormouse.core.node import (
     cli_keys,
     cli_node,
     cli_offline,
+    cli_requests,
     cli_service,
+    cli_versions,
 )
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -45,12 +47,19 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 
 for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
-    *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.requests),
-    *(cli_functions.history, cli_functions.rollback, cli_functions.pin, cli_functions.unpin),
-    cli_functions.rm,
-    *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys, cli_completion.completion),
-    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_service.install_service),
-    *(cli_offline.simulate, cli_offline.replay),
+    *(
+        cli_functions.deploy,
+        cli_functions.ls,
+        cli_functions.invoke,
+        cli_functions.logs,
+        cli_functions.rm,
+        cli_functions.restart,
+        cli_functions.run,
+    ),
+    *(cli_requests.requests, cli_requests.jobs, cli_requests.job),
+    *(cli_versions.history, cli_versions.rollback, cli_versions.pin, cli_versions.unpin),
+    *(cli_cost.cost, cli_keys.keys, cli_completion.completion, cli_service.install_service),
+    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)
 

@@ -6,10 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterable
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
@@ -32,8 +31,6 @@ OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
 
 ALL_LINES: Final = 1 << 30
 """More than a log has."""
-
-PAST_COLUMNS: Final = ["at", "function", "outcome", "ms", "queue", "wait", "run", "copy", "model", "id"]
 
 FUNCTION_COLUMNS: Final = [
     "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
@@ -171,17 +168,23 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 @function_argument()
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--type", "kind", help="Content type of the request.  [default: by FILE's name, else JSON]")
+@click.option("--detach", is_flag=True, help="Do not wait: print a job's id, for `dormouse job`.")
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
-def invoke(context: CommandContext, name: str, request: str, kind: str | None, json_: bool) -> None:
+def invoke(context: CommandContext, name: str, request: str, kind: str | None, detach: bool, json_: bool) -> None:
     """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams; or
     bytes, to a file: > FILE.
 
     TEXT that is no JSON is said to a language model, as a user says it in a chat.
     """
     body = body_of(context, name, request)
+    kind = _kind_of(request) if kind is None else kind
+    if detach:
+        job = context.client.detach(name, body, kind)
+        show_json(job) if json_ else click.echo(job["id"])
+        return
     began = time.perf_counter()
-    pieces = context.client.stream(name, body, _kind_of(request) if kind is None else kind)
+    pieces = context.client.stream(name, body, kind)
     kind, first = next(pieces, ("", b""))
     if kind:
         show_stream(name, kind, chain((first,), (piece for _, piece in pieces)), json_, began)
@@ -279,43 +282,6 @@ def found(pieces: Iterable[bytes], text: str) -> Generator[bytes, None, None]:
 
 
 @click.command()
-@function_argument(required=False)
-@click.option("--slow", "kind", flag_value="slow", help="Those that missed their deadline, the slowest first.")
-@click.option("--failed", "kind", flag_value="failed", help="Those that failed.")
-@click.option("--cold", "kind", flag_value="cold", help="Those whose model was not on the GPU.")
-@click.option("-n", "--most", default=30, show_default=True, help="How many.")
-@as_json
-@pass_context
-def requests(
-    context: CommandContext, name: str | None, kind: Literal["slow", "failed", "cold"] | None, most: int, json_: bool
-) -> None:
-    """Show the last requests of a function, or of all, and where their time went, in milliseconds.
-
-    `copy` is the part of `run` until the model was on the GPU; `model` is where it was before: gpu, peer (another GPU),
-    host or disk. The node knows the last 64 of each kind of each function, since its router's start.
-    """
-    rows = context.client.requests(name or "", kind or "", most)
-    if json_:
-        show_json(rows)
-    elif rows:
-        table([_past(row) for row in rows], PAST_COLUMNS)
-    else:
-        click.echo("no such requests" if kind else "no requests yet", err=True)
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
-
-
-def _past(row: dict[str, Any]) -> dict[str, Any]:
-    """As a person reads it."""
-    times = {name: row[f"{name}_ms"] for name in ("queue", "wait", "run", "copy")}
-    shown = {name: None if ms is None else f"{ms:.1f}" for name, ms in times.items()}
-    late = " (late)" if row["late"] and row["outcome"] == "ok" else ""
-    return row | shown | {"at": _when(row["at"]), "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
-
-
-@click.command()
 @function_argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--config", metavar="NODE.toml", help="Of a node that does not run: the file that it is started with.")
@@ -383,73 +349,6 @@ def restart(context: CommandContext, name: str, json_: bool) -> None:
         show_json({"restarted": name})
     else:
         click.echo(f"{name} restarts")
-
-
-@click.command()
-@function_argument()
-@as_json
-@pass_context
-def history(context: CommandContext, name: str, json_: bool) -> None:
-    """Show a function's versions that are kept, the newest first: it is served."""
-    rows = context.client.versions(name)
-    if json_:
-        show_json(rows)
-        return
-    shown = [
-        row | {"deployed": row["at"] and _when(row["at"]), "state": "earlier" if number else "served"}
-        for number, row in enumerate(rows)
-    ]
-    table(shown, ["version", "deployed", "state", "file", "deadline_ms", "tenant"])
-
-
-@click.command()
-@function_argument()
-@click.argument("version", type=click.IntRange(min=1), required=False)
-@as_json
-@pass_context
-def rollback(context: CommandContext, name: str, version: int | None, json_: bool) -> None:
-    """Deploy an earlier version of a function again, its files and its settings, and wait until it has loaded.
-
-    Without VERSION, the one before. It becomes a new version; if it does not load, what is served stays.
-    """
-    answer = context.client.roll_back(name, version or 0)
-    if json_:
-        show_json(answer)
-    else:
-        click.echo(f"{name} version {answer['version']} is deployed: version {answer['as']} again")
-        if warning := answer.get("warning"):
-            click.echo(f"warning: {warning}", err=True)
-
-
-@click.command()
-@function_argument()
-@as_json
-@pass_context
-def pin(context: CommandContext, name: str, json_: bool) -> None:
-    """Keep a function's model on a GPU once it is there: others leave before it, whatever they are worth.
-
-    It comes with its next request. It leaves when a model that runs has no room otherwise, and with all idle models
-    when a request has run out of memory. It stays pinned when it is deployed anew. A tenant's `gpu_memory`
-    counts first.
-    """
-    _pin(context, name, True, json_)
-
-
-@click.command()
-@function_argument()
-@as_json
-@pass_context
-def unpin(context: CommandContext, name: str, json_: bool) -> None:
-    """Let a function's model leave GPUs as others do."""
-    _pin(context, name, False, json_)
-
-
-def _pin(context: CommandContext, name: str, pinned: bool, json_: bool) -> None:
-    context.client.pin(name, pinned)
-    if json_:
-        show_json({"name": name, "pinned": pinned})
-    else:
-        click.echo(f"{name} is pinned" if pinned else f"{name} is not pinned")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

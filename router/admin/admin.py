@@ -29,12 +29,15 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.exchange import HttpError, refuse, refused
-from dormouse.router.front.requests import Requests
+from dormouse.router.front.requests import NO_LABELS, Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.instances.functionlog import FunctionLogs
+from dormouse.router.jobs.book import Job, JobState
+from dormouse.router.jobs.jobs import Jobs, KeptRequest
+from dormouse.router.jobs.prefer import MOST_WAIT_S
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.messages import FunctionSpec
+from dormouse.schemas.messages import Failure, FunctionSpec
 
 Called = (
     a.Remove
@@ -46,6 +49,9 @@ Called = (
     | a.Versions
     | a.Rollback
     | a.Pin
+    | a.ListJobs
+    | a.AskJob
+    | a.CancelJob
     | a.Policy
     | a.Keys
     | a.CreateKey
@@ -106,7 +112,9 @@ class Admin:
         asks: Asks,
         logs: FunctionLogs,
         history: History,
+        jobs: Jobs,
     ) -> None:
+        self._jobs = jobs
         self._history = history
         self._node = node
         self._requests, self._picture = node.requests, node.policy.picture
@@ -154,6 +162,19 @@ class Admin:
                     if answer.failure is not None:
                         raise HttpError(answer.failure)
                 return {"name": name, "pinned": pinned}
+            case a.ListJobs(name=name):
+                await self._permit_informed(caller, act)
+                await self._jobs.knows_jobs()
+                return orjson.loads(self._jobs.listed(caller, name))
+            case a.AskJob(wait_s=wait_s):
+                job = await self._job(caller, act)
+                if wait_s and job.state is not JobState.ENDED:
+                    await self._jobs.ended(job, min(wait_s, MOST_WAIT_S))
+                return orjson.loads(self._jobs.told(job))
+            case a.CancelJob():
+                job = await self._job(caller, act)
+                await self._jobs.cancel(job)
+                return orjson.loads(self._jobs.told(job))
             case a.RecentRequests(name=name):
                 await (self._permit_seen(caller, act, name) if name else self._permit_informed(caller, act))
                 return {"requests": self._last(caller, act)}
@@ -349,6 +370,10 @@ class Admin:
             body.close()
             raise
         body.kind = act.kind[:TYPE_NBYTES]
+        if act.detach:
+            job, _ = await self._jobs.take(KeptRequest(act.name, "", NO_LABELS, "", True), body)
+            yield a.Said(data=self._jobs.told(job))
+            return
         request, future = self._requests.submit(act.name, body)
         try:
             answer = await future
@@ -365,6 +390,23 @@ class Admin:
         if not isinstance(outcome, e.Answer):
             assert isinstance(outcome, e.Fail)
             raise HttpError(outcome.failure)
+
+    async def _job(self, caller: Caller, act: a.AskJob | a.JobResult | a.CancelJob) -> Job:
+        """Raises HttpError."""
+        await self._permit_informed(caller, act)
+        await self._jobs.knows_jobs()
+        return self._jobs.find(caller, act.id)
+
+    async def result(self, caller: Caller, act: a.JobResult) -> AsyncGenerator[a.Said, None]:
+        """A job's answer. Raises HttpError, also with what the job failed with."""
+        job = await self._job(caller, act)
+        if job.state is not JobState.ENDED:
+            raise refuse(409, "not_ended", f"job {job.id} has not ended: wait for it, or cancel it")
+        result = await self._jobs.answer(job)
+        if result.status >= 400:
+            text = str(orjson.loads(result.body)["error"]["message"])
+            raise HttpError(Failure(code=result.code, status=result.status, text=text))
+        yield a.Said(data=result.body, kind="" if result.kind == "application/json" else result.kind)
 
     def _rows(self) -> list[dict[str, Any]]:
         return overview.functions(self._picture, self._requests.stats)

@@ -115,6 +115,11 @@ class AdminSocket:
                 finally:
                     close_all(fds)
                 await self._tell(connection, self._admin.invoke(caller, act, body))
+            case a.JobResult():
+                await self._tell(connection, self._admin.result(caller, act))
+            case a.AskJob():
+                answer = await self._until_gone(connection, self._admin.call(caller, act))
+                await _answer(connection, orjson.dumps(answer))
             case a.Logs():
                 pieces = self._admin.logs(caller, act)
                 await self._tell(connection, (a.Said(data=piece) async for piece in pieces))

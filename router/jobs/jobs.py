@@ -16,6 +16,7 @@ import orjson
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.paths import StatePaths
+from dormouse.router.access.access import Caller
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import InstanceState, Phase, RouterState
@@ -33,6 +34,9 @@ OF_A_MODEL: Final = 16
 
 READ_S: Final = 20.0
 """In which the file is to be read after a start."""
+
+MOST_LISTED: Final = 1000
+"""Of a caller's jobs, the newest."""
 
 NOT_RUN: Final = frozenset({429, 503, 504})
 """Statuses of what may be sent again, if it has not run."""
@@ -386,6 +390,28 @@ class Jobs:
             if job.request is not None:
                 self._node.requests.leave(job.request)
             await self.ended(job, 5.0)
+
+    def find(self, caller: Caller, id: str) -> Job:
+        """One that this caller may know of. Raises HttpError."""
+        job = self.book.jobs.get(id)
+        if job is None or not caller.sees(job.function, job.tenant):
+            text = f"there is no job {id[:100]!r}: it was never there, or its answer is not kept any more"
+            raise refuse(404, "unknown_job", text)
+        return job
+
+    def listed(self, caller: Caller, function: str = "") -> bytes:
+        """The caller's, the newest first."""
+        own = [
+            job
+            for job in self.book.jobs.values()
+            if function in ("", job.function) and caller.sees(job.function, job.tenant)
+        ]
+        rows = b",".join(self.told(job) for job in own[: -MOST_LISTED - 1 : -1])
+        return b'{"jobs":[%b],"more":%d}' % (rows, max(0, len(own) - MOST_LISTED))
+
+    def told(self, job: Job) -> bytes:
+        """How it is."""
+        return said(job, self.running(job), self.book.limits)
 
     def running(self, job: Job) -> bool:
         """Whether its function has it, as far as that is known."""

@@ -7,18 +7,15 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from dormouse.router.access.access import Act, Caller
+from dormouse.router.access.access import Act
 from dormouse.router.access.gate import Entered
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.exchange import Exchange, refuse
 from dormouse.router.front.requests import Labels
 from dormouse.router.jobs.book import Job, JobState
 from dormouse.router.jobs.file import Result
-from dormouse.router.jobs.jobs import Jobs, KeptRequest, said
+from dormouse.router.jobs.jobs import Jobs, KeptRequest
 from dormouse.router.jobs.prefer import Preferences, wished
-
-MOST_LISTED: Final = 1000
-"""Of a caller's jobs, the newest."""
 
 _AGAIN: Final = (b"retry-after", b"1")
 
@@ -52,12 +49,9 @@ class JobsHttp:
         """``GET /jobs``, ``GET`` and ``DELETE /jobs/ID``, ``GET /jobs/ID/result``. Raises HttpError."""
         await self._jobs.knows_jobs()
         if not entered.name:
-            await self._list(x, entered.caller)
+            await x.answer(200, self._jobs.listed(entered.caller))
             return
-        job = self._jobs.book.jobs.get(entered.name)
-        if job is None or not entered.caller.sees(job.function, job.tenant):
-            text = f"there is no job {entered.name[:100]!r}: it was never there, or its answer is not kept any more"
-            raise refuse(404, "unknown_job", text)
+        job = self._jobs.find(entered.caller, entered.name)
         if entered.route.act is Act.CANCEL:
             await self._jobs.cancel(job)
             await self._say(x, 200, job)
@@ -73,18 +67,10 @@ class JobsHttp:
             result = await self._jobs.answer(job)
             await x.answer(result.status, result.body, result.headers, result.kind.encode("latin-1"))
 
-    async def _list(self, x: Exchange, caller: Caller) -> None:
-        own = [job for job in self._jobs.book.jobs.values() if caller.sees(job.function, job.tenant)]
-        rows = b",".join(self._row(job) for job in own[: -MOST_LISTED - 1 : -1])
-        await x.answer(200, b'{"jobs":[%b],"more":%d}' % (rows, max(0, len(own) - MOST_LISTED)))
-
-    def _row(self, job: Job) -> bytes:
-        return said(job, self._jobs.running(job), self._jobs.book.limits)
-
     async def _say(self, x: Exchange, status: int, job: Job, *headers: tuple[bytes, bytes]) -> None:
         more = (_AGAIN,) if job.state is not JobState.ENDED else ()
         location = (b"location", f"/jobs/{job.id}".encode())
-        await x.answer(status, self._row(job), [location, *more, *headers])
+        await x.answer(status, self._jobs.told(job), [location, *more, *headers])
 
     async def _while_there(self, x: Exchange, wait: Coroutine[Any, Any, Result | None]) -> Result | None:
         """What the client waits for. Raises CancelledError if it leaves; the job goes on."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.schemas.admin import Wish
 
@@ -307,3 +308,27 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
         assert node.http("GET", "/jobs").body == {"jobs": [], "more": 0}
         assert file.with_name("jobs.sqlite3.damaged").exists()
         assert _ended(node, _job(node, {"x": 1}))["state"] == "succeeded"
+
+
+def test_the_command_line_has_jobs_too(node: TestNode) -> None:
+    gate = node.shared / "gate9"
+    job = node.admin.detach("f", json.dumps({"until": str(gate), "x": 9}).encode())
+    assert job["state"] == "queued"
+    _running(node, f"/jobs/{job['id']}")
+    with pytest.raises(CallRefused) as early:
+        node.admin.result(job["id"])
+    assert early.value.code == "not_ended"
+    gate.touch()
+    assert node.admin.job(job["id"], 20)["state"] == "succeeded"
+    kind, answer = node.admin.result(job["id"])
+    assert (kind, json.loads(answer)) == ("", {"sum": 4.0, "had": 9})
+    assert node.admin.jobs("f")[0]["id"] == job["id"]
+    assert job["id"] not in [row["id"] for row in node.admin.jobs("g")]
+    assert node.admin.cancel(job["id"])["state"] == "succeeded", "it had ended: forgotten"
+    with pytest.raises(CallRefused) as gone:
+        node.admin.job(job["id"])
+    assert gone.value.code == "unknown_job"
+    failed = node.admin.detach("f", b'{"fail": "as asked"}')
+    node.admin.job(failed["id"], 20)
+    with pytest.raises(CallRefused, match="as asked"):
+        node.admin.result(failed["id"])

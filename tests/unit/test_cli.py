@@ -122,6 +122,10 @@ RUNTIME: dict[str, Any] = {
 VERSIONS: list[dict[str, Any]] = [
     {"version": version, "at": 1000.0, "file": "f.py", "deadline_ms": 80, "tenant": "default"} for version in (7, 5)
 ]
+JOBS: list[dict[str, Any]] = [
+    {"id": "j1", "function": "f", "state": "failed", "code": "function_raised", "created": 1000.0, "ended": 1001.0},
+    {"id": "j2", "function": "f", "state": "queued", "created": 1000.0},
+]
 PAST: dict[str, Any] = {
     "function": "f",
     "at": 1000.0,
@@ -181,6 +185,24 @@ class Node:
                 return
             case a.Finish():
                 yield a.Said(data=json.dumps({"name": "f", "version": 2, **self.more}).encode())
+            case a.Invoke(detach=True):
+                yield a.Said(data=json.dumps(JOBS[0]).encode())
+            case a.ListJobs():
+                yield a.Said(data=json.dumps({"jobs": JOBS, "more": 0}).encode())
+            case a.AskJob(id="j9"):
+                yield a.Refused(status=404, code="unknown_job", text="there is no job 'j9'")
+                return
+            case a.AskJob(id=id):
+                ended = {"ended": 1001.0} if sum(isinstance(each, a.AskJob) for each in self.asked) > 4 else {}
+                row = next(row for row in JOBS if row["id"] == id)
+                yield a.Said(data=json.dumps(row | ended).encode())
+            case a.CancelJob(id=id):
+                yield a.Said(data=json.dumps(JOBS[1]).encode())
+            case a.JobResult(id="j1"):
+                yield a.Refused(status=500, code="function_raised", text="as asked")
+                return
+            case a.JobResult():
+                yield a.Said(data=b'{"y": 1}')
             case a.Invoke(name="nobody") | a.Remove(name="nobody"):
                 yield a.Refused(status=404, code="unknown_function", text="there is no function 'nobody'")
                 return
@@ -661,6 +683,28 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     assert json.loads(dormouse("rollback", "f", "5", "--json").out)["as"] == 5
     assert node.asked[-1] == a.Rollback(name="f", version=5)
     assert dormouse("rollback", "f", "0").status == 2
+
+
+def test_jobs(dormouse: Any, node: Node) -> None:
+    assert dormouse("invoke", "f", "[1]", "--detach").out == "j1\n"
+    assert [*node.asked] == [a.Invoke(name="f", detach=True)]
+    rows = [line.split("\t") for line in dormouse("jobs").out.splitlines()]
+    assert rows[0] == ["id", "function", "state", "code", "created", "ended", "expires"]
+    assert [row[:4] for row in rows[1:]] == [["j1", "f", "failed", "function_raised"], ["j2", "f", "queued", "-"]]
+    assert json.loads(dormouse("jobs", "f", "--json").out) == JOBS
+    assert node.asked[-1:] == [a.ListJobs(name="f")]
+    assert dormouse("job", "j2").out.splitlines()[1].split("\t")[:3] == ["j2", "f", "queued"]
+    assert json.loads(dormouse("job", "j1", "--json").out) == JOBS[0]
+    asked = len(node.asked)
+    assert dormouse("job", "j2", "--wait").out == '{"y": 1}\n'
+    waits = [a.AskJob(id="j2"), *[a.AskJob(id="j2", wait_s=30)] * 2, a.JobResult(id="j2")]
+    assert node.asked[asked:] == waits, "it has ended when it is asked for the third time"
+    failed = dormouse("job", "j1", "--result")
+    assert (failed.status, "as asked" in failed.err) == (1, True)
+    assert dormouse("job", "j2", "--cancel").out.splitlines()[1].split("\t")[:3] == ["j2", "f", "queued"]
+    assert node.asked[-1:] == [a.CancelJob(id="j2")]
+    assert dormouse("job", "j2", "--cancel", "--wait").status == 2
+    assert dormouse("job", "j9").status == 3
 
 
 def test_pin(dormouse: Any, node: Node) -> None:

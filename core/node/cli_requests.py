@@ -1,0 +1,95 @@
+"""`dormouse requests`, `jobs` and `job`: what was asked of functions, and requests that nobody waits for."""
+
+import sys
+from typing import Any, Final, Literal
+
+import click
+
+from dormouse.core.node.cli_completion import function_argument
+from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.output import show_json, table, when
+
+PAST_COLUMNS: Final = ["at", "function", "outcome", "ms", "queue", "wait", "run", "copy", "model", "id"]
+
+JOB_COLUMNS: Final = ["id", "function", "state", "code", "created", "ended", "expires"]
+
+WAIT_S: Final = 30
+"""In one question to the node."""
+
+
+@click.command()
+@function_argument(required=False)
+@click.option("--slow", "kind", flag_value="slow", help="Those that missed their deadline, the slowest first.")
+@click.option("--failed", "kind", flag_value="failed", help="Those that failed.")
+@click.option("--cold", "kind", flag_value="cold", help="Those whose model was not on the GPU.")
+@click.option("-n", "--most", default=30, show_default=True, help="How many.")
+@as_json
+@pass_context
+def requests(
+    context: CommandContext, name: str | None, kind: Literal["slow", "failed", "cold"] | None, most: int, json_: bool
+) -> None:
+    """Show the last requests of a function, or of all, and where their time went, in milliseconds.
+
+    `copy` is the part of `run` until the model was on the GPU; `model` is where it was before: gpu, peer (another GPU),
+    host or disk. The node knows the last 64 of each kind of each function, since its router's start.
+    """
+    rows = context.client.requests(name or "", kind or "", most)
+    if json_:
+        show_json(rows)
+    elif rows:
+        table([_past(row) for row in rows], PAST_COLUMNS)
+    else:
+        click.echo("no such requests" if kind else "no requests yet", err=True)
+
+
+def _past(row: dict[str, Any]) -> dict[str, Any]:
+    """As a person reads it."""
+    times = {name: row[f"{name}_ms"] for name in ("queue", "wait", "run", "copy")}
+    shown = {name: None if ms is None else f"{ms:.1f}" for name, ms in times.items()}
+    late = " (late)" if row["late"] and row["outcome"] == "ok" else ""
+    return row | shown | {"at": when(row["at"]), "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
+
+
+@click.command()
+@function_argument(required=False)
+@as_json
+@pass_context
+def jobs(context: CommandContext, name: str | None, json_: bool) -> None:
+    """Show the jobs of a function, or of all, the newest first: requests that nobody waits for."""
+    rows = context.client.jobs(name or "")
+    if json_:
+        show_json(rows)
+    elif rows:
+        table([_job(row) for row in rows], JOB_COLUMNS)
+    else:
+        click.echo("no jobs; make one with:  dormouse invoke NAME JSON --detach", err=True)
+
+
+def _job(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: when(row[name]) for name in ("created", "ended", "expires") if name in row}
+
+
+@click.command()
+@click.argument("id")
+@click.option("--wait", is_flag=True, help="Wait until it has ended, and print its answer.")
+@click.option("--result", is_flag=True, help="Print its answer, if it has ended.")
+@click.option("--cancel", is_flag=True, help="Cancel it; one that has ended is forgotten.")
+@as_json
+@pass_context
+def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool, json_: bool) -> None:
+    """Show how a job is, wait for it, or cancel it. What it failed with is how this command fails."""
+    if cancel and (wait or result):
+        raise click.UsageError("--cancel goes alone")
+    client = context.client
+    if cancel:
+        row = client.cancel(id)
+    else:
+        row = client.job(id)
+        while wait and "ended" not in row:
+            row = client.job(id, WAIT_S)
+        if wait or result:
+            _, answer = client.result(id)
+            sys.stdout.buffer.write(answer if answer.endswith(b"\n") else answer + b"\n")
+            sys.stdout.buffer.flush()
+            return
+    show_json(row) if json_ else table([_job(row)], JOB_COLUMNS)
