@@ -150,9 +150,9 @@ def node_of(pool_nbytes: int, quick: bool, more: str = "") -> Iterator[TestNode]
 
 @contextmanager
 def folder_of(shape: str, told: Told, count: int = 1) -> Iterator[tuple[list[Path], int]]:
-    """In memory, for as long as it takes to deploy them."""
-    shm = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as place:
+    """In memory where there is room, for as long as it takes to deploy them."""
+    room = shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if room > count * 18 * GIB else None) as place:
         began_s, folders = time.perf_counter(), [Path(place) / f"model{number}" for number in range(count)]
         nbytes = max([make_folder(folder, shape, BF16, seed) for seed, folder in enumerate(folders)])
         told.put(bytes=nbytes, **{"models made s": time.perf_counter() - began_s})
