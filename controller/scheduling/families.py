@@ -61,10 +61,11 @@ class ModelFamily:
     def of(self, function: str) -> Model | None:
         """One without a lease, if there is one: all have the same model."""
         found = None
-        for model in self.functions.get(function, {}).values():
-            if not model.leased:
-                return model
-            found = model
+        if (models := self.functions.get(function)) is not None:
+            for model in models.values():
+                if not model.leased:
+                    return model
+                found = model
         return found
 
     @property

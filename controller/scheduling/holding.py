@@ -124,11 +124,11 @@ class Holding:
         self, artefacts: list[Artefact], others: Iterable[str], room_nbytes: int, now_s: float
     ) -> Generator[int | Model, None, None]:
         """As `filling` does it where there are many, as far as it is looked."""
-        greed = Greed({"": room_nbytes})
+        greed, families = Greed({"": room_nbytes}), self._families.by_name
         yield from greed.offer(artefacts)
         for name in others:
             yield 2
-            family = self._families.by_name.get(name)
+            family = families.get(name)
             if family is None or family.lately(now_s) < LEAST:
                 continue
             if (only := family.only) is not None and not self._may_be_held(only):
@@ -189,8 +189,9 @@ class Holding:
         function, here = model.function, model.resident.get(number, 0)
         if not model.nbytes or (model.leased and not here):
             return False
-        if any(nbytes > here and gpu != number for gpu, nbytes in model.resident.items()):
-            return False
+        for gpu, nbytes in model.resident.items():
+            if nbytes > here and gpu != number:
+                return False
         return here > 0 or not (function.given_up or self._refused(function.name) or self._coming(model.instance))
 
 

@@ -8,7 +8,7 @@ prompts, and the ends of streams, and none for a token. Equal beginnings of prom
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -286,10 +286,11 @@ class StreamBatch:
         for step in range(count if self.prompt_tokens else 0):
             self.pace.learn(self.prompt_tokens, (steps.first_s + steps.more_s * step) * 1e3)
 
-    def learn_token(self, took_s: float) -> None:
-        """What a step without prompts took."""
+    def learn_tokens(self, took_s: Sequence[float]) -> None:
+        """What steps without prompts took."""
         if self.pace is not None:
-            self.pace.learn(0, took_s * 1e3)
+            for each_s in took_s:
+                self.pace.learn(0, each_s * 1e3)
 
     def advance(self, steps: int) -> Advanced:
         """So many steps of the plan are done."""

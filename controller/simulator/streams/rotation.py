@@ -110,9 +110,9 @@ def _done(each: Rotating, turn: bool) -> None:
     runtime, seat = each.runtime, seat_of(each.lease)
     runtime.batch.advance(len(each.took_s))
     runtime.timer.learn_tokens(each.growing, [took_s * 1e6 for took_s in each.took_s])
+    runtime.batch.learn_tokens(each.took_s)
     for took_s in each.took_s:
         runtime.busy_s += took_s
-        runtime.batch.learn_token(took_s)
     runtime.wants, runtime.prompts, runtime.idles = not turn, False, False
     runtime.turning = runtime.opening = turn
     seat.paused_s = None if turn else each.told_s
