@@ -206,8 +206,11 @@ class Played:
     def obey(self, name: str) -> None:
         self.part(name)
         for owed in list(self.owes[name]):
-            if owed in self.owes[name]:
-                (self.give_turn_back if owed == "turn" else self.leave)(name)
+            if owed in self.owes[name] and owed == "turn":
+                books = self.machine._state.runtimes.get(name)
+                self.give_turn_back(name, wants=books is None or not books.lent)  # else it would have all of the time
+            elif owed in self.owes[name]:
+                self.leave(name)
 
     def dies(self, name: str) -> None:
         """The runtime's process."""

@@ -233,6 +233,7 @@ class SaidByRuntime(Struct, frozen=True, gc=False):
         | m.KvReturned
         | m.LoadChanged
         | m.MemberLeft
+        | m.StepWaits
     )
 
 

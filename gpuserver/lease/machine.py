@@ -162,6 +162,7 @@ class Machine:
             preloads.give_up(state)
             turns.next_turns(state)
         runtimes.want(state)
+        runtimes.lend(state)
         state.meter.sync(now_s)
         out, state.out = state.out, []
         return out

@@ -96,8 +96,7 @@ def seated(state: MachineState, lease: HeldLease) -> None:
 
 
 def turn_begins(state: MachineState, lease: HeldLease) -> None:
-    own = lease.runtime
-    state.runtimes[own].wanting = False
+    state.runtimes[lease.runtime].wanting = False
     ordinary = any(not other.runtime for other in state.leases.values())
     brief_s = SHARED_S if ordinary else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
     state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000)))
@@ -162,8 +161,10 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
     if speaker is None or not speaker.runtime:
         return
     books, members = state.runtimes[speaker.runtime], state.members(speaker.runtime)
+    books.waits = False  # it goes on, or this says so
     match event.message:
         case m.SeatLeft():
+            books.lent = False
             _left(state, books)
         case m.TurnGivenBack(wants=wants, due=due, stepped=stepped):
             if stepped is not None:
@@ -175,13 +176,16 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 elif there and lease.state is LeaseState.CLOSING and not (lease.vacated or lease.parts):
                     endings.vacate(state, lease)
             books.wanting, books.due = wants, _checked(due, members)
+            if books.lent:
+                books.lent = False
+                _tell_due(state, books)
         case m.Stepped():
             _stepped(state, books, speaker, event.message)
         case m.StepsWanted(due=due):
             books.wanting, books.due = True, _checked(due, members)
-            for lease in members:
-                if lease.wants and due is not None:
-                    state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
+            _tell_due(state, books)
+        case m.StepWaits():
+            books.waits = True
         case m.LoadChanged(load=load, busy=busy):
             rested, books.rests, books.running = books.rests, not load.running and not load.waiting, load.running
             if not books.rests:
@@ -201,6 +205,13 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             pass  # its seat was left meanwhile, and that with it
         case _:
             assert_never(event.message)
+
+
+def _tell_due(state: MachineState, books: RuntimeBooks) -> None:
+    """To who knows already that it wants a turn."""
+    for lease in state.members(books.name):
+        if lease.wants and books.due is not None:
+            state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
 
 
 def _stepped(state: MachineState, books: RuntimeBooks, speaker: HeldLease, step: m.Stepped) -> None:
@@ -249,6 +260,35 @@ def want(state: MachineState) -> None:
         if (lease := next((each for each in members if each.state in waiting), None)) is not None:
             lease.wants = True
             state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
+
+
+def lent(state: MachineState) -> bool:
+    """Whether some runtime has a step in another's turn."""
+    return any(books.lent for books in state.runtimes.values())
+
+
+def lend(state: MachineState) -> None:
+    """While a step of who has the turn waits for its weights, another runtime that has all of its own has a step: that
+    which has had none for longest. The turn stays where it is. Once the weights have come, two may compute for the rest
+    of that step.
+    """
+    waiting = [books for books in state.runtimes.values() if books.waits and state.computing(books.name)]
+    if not waiting or lent(state):
+        return
+    able = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_borrow(state, lease)]
+    if (lease := min(able, key=lambda each: each.since_s, default=None)) is not None:
+        state.runtimes[lease.runtime].lent = True
+        turn_begins(state, lease)
+        state.tell(lease, m.TurnEnds())
+
+
+def _may_borrow(state: MachineState, lease: HeldLease) -> bool:
+    books = state.runtimes.get(lease.runtime)
+    if books is None or not books.wanting or not may_begin(state, lease.runtime):
+        return False
+    return not any(each.state in TURN for each in state.members(lease.runtime)) and not any(
+        state.residency.arriving(segment) for segment in state.instances[lease.instance].segments
+    )
 
 
 def _comes(state: MachineState, books: RuntimeBooks) -> bool:

@@ -199,6 +199,7 @@ def came(state: MachineState, event: e.Came) -> None:
     if lease is not None and lease.runtime and not lease.vacated:
         came = m.SegmentsCame(segments=list(event.segments), lost=event.lost)
         state.tell(lease, came)
+        state.runtimes[lease.runtime].waits = False
     if not event.lost:
         for segment in event.segments:
             state.residency.arrived(segment)

@@ -134,6 +134,8 @@ class RuntimeBooks:
     last_nbytes: int = 0  # of KV, that it has got last
     grown_nbytes: float = 0.0  # lately, by offload.py
     grown_s: float = 0.0
+    waits: bool = False  # a step of it, for weights that are on their way
+    lent: bool = False  # it has a step in another's turn
 
     @property
     def kv_owner(self) -> str:

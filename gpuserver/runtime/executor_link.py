@@ -18,6 +18,9 @@ from dormouse.schemas.errors import DormouseError, PeerLost
 SILENT_S: Final = 60.0
 """Longest wait for memory, or for weights that are on their way."""
 
+SOON_S: Final = 0.02
+"""Some steps: a layer's weights that take longer leave others time for one."""
+
 
 class WeightsLost(DormouseError):
     """Some of the model's memory will not come."""
@@ -68,9 +71,12 @@ class ExecutorLink:
                 self.heard.remove(each)
             self.leaves(message)
 
-    def wait_for(self, *kinds: type[Any]) -> Any:
-        """The next message of these kinds; others wait, but for KvReclaim. Raises WeightsLost if none comes."""
-        end_s = time.monotonic() + SILENT_S
+    def wait_for(self, *kinds: type[Any], late: m.RuntimeToExecutor | None = None) -> Any:
+        """The next message of these kinds; others wait, but for KvReclaim. ``late`` is said if it does not come soon.
+        Raises WeightsLost if none comes.
+        """
+        began_s = time.monotonic()
+        end_s = began_s + SILENT_S
         while True:
             for message in list(self.heard):
                 if isinstance(message, m.KvReclaim):  # who asks may be what this waits for
@@ -79,7 +85,12 @@ class ExecutorLink:
                 elif isinstance(message, kinds):
                     self.heard.remove(message)
                     return message
-            if not select.select([self._executor.sock], [], [], max(0.0, end_s - time.monotonic()))[0]:
+            until_s = end_s if late is None else began_s + SOON_S
+            if not select.select([self._executor.sock], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                if late is not None:
+                    self.say(late)
+                    late = None
+                    continue
                 raise WeightsLost(f"the executor has said nothing in {SILENT_S:g} s")
             self.hear(block=True)
 

@@ -112,7 +112,7 @@ class SeatWeights:
     def _wait_for(self, segments: set[int]) -> None:
         began_s = time.perf_counter()
         while segments & self.missing:
-            message: m.SegmentsCame | m.SeatEnds = self._link.wait_for(m.SegmentsCame, m.SeatEnds)
+            message: m.SegmentsCame | m.SeatEnds = self._link.wait_for(m.SegmentsCame, m.SeatEnds, late=m.StepWaits())
             if isinstance(message, m.SeatEnds):
                 self._link.heard.appendleft(message)
                 raise StepCut

@@ -202,8 +202,21 @@ class MemberLeft(Message, frozen=True, kw_only=True, tag=9):
     serial: int
 
 
+class StepWaits(Message, frozen=True, kw_only=True, tag=10):
+    """In the middle of a step, and for a while already: for weights that are on their way. Until some have come."""
+
+
 RuntimeToExecutor = (
-    SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime | LoadChanged | MemberLeft
+    SeatLeft
+    | TurnGivenBack
+    | Stepped
+    | StepsWanted
+    | KvWanted
+    | KvReturned
+    | FromRuntime
+    | LoadChanged
+    | MemberLeft
+    | StepWaits
 )
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -108,6 +109,24 @@ def test_others_have_runtimes_of_their_own(
     assert len(uids) == 2
     for name in ("one", "two"):
         node.remove(name)
+
+
+def test_while_the_weights_of_one_come_others_that_are_there_compute(tmp_path: Path) -> None:
+    """Over a link that takes seconds for half a megabyte. All that is said of one meanwhile is whole and right."""
+    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "200KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
+    here, there = make_folder(tmp_path / "here"), make_folder(tmp_path / "there", seed=1)
+    with running_node(config) as slow, connected(slow) as client, ThreadPoolExecutor() as pool:
+        for name in ("here", "there"):
+            deploy(slow, name, tmp_path / name, ttft="10s", tpot="10s", percentile=50.0)
+        assert ask(client, "first", 20, "here") == expected(here, "first", 20)
+        late = pool.submit(ask, client, "waits", 20, "there")
+        slow.wait(lambda: slow.status()["gpus"]["0"]["busy_with"] == "there", 30, "the wake of the other one")
+        answers: list[str] = []
+        while len(answers) < 5 and not late.done():
+            answers.append(ask(client, f"number {len(answers)}", 20, "here"))
+        assert not late.done(), f"{len(answers)} answers in all of the copy's time"
+        assert answers == [expected(here, f"number {number}", 20) for number in range(5)]
+        assert late.result() == expected(there, "waits", 20)
 
 
 def test_functions_in_isolation_are_refused_where_a_runtime_could_read_the_others(folder: Path) -> None:

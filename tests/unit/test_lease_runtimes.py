@@ -123,6 +123,60 @@ def test_a_step_that_is_told_with_the_turn_is_metered() -> None:
     assert done.gpu_us == 7000
 
 
+def waiting_step(played: Played) -> tuple[int, list[int]]:
+    """Leases of b, whose step waits for weights, and of a and c, which have had steps and want the next ones."""
+    others = []
+    for name in "ac":
+        others.append(played.wake(name))
+        played.now_s += 1.0
+        played.say(name, m.Stepped(busy_us=1))
+        played.do(m.Pause(serial=others[-1]))
+    played.comes = played.obeys = False
+    own = played.wake("b")
+    played.controller.clear()
+    for told in played.told.values():
+        told.clear()
+    played.say("b", m.StepWaits())
+    return own, others
+
+
+def test_while_a_step_waits_for_weights_others_have_steps() -> None:
+    """One after the other, and each is told to the controller. The turn stays where it is."""
+    played = Played(models="abc")
+    own, (first, _) = waiting_step(played)
+    assert (kinds(played.told["a"]), kinds(played.told["c"])) == (["TurnBegins", "TurnEnds"], [])
+    due = m.StepsDue(prompts=[], decoding=2)
+    played.now_s += 1.0
+    played.say("a", m.TurnGivenBack(wants=True, due=due, stepped=m.Stepped(busy_us=5)))
+    assert played.controller == [m.WantsTurn(serial=first, due=due)]
+    assert played.lease("a").busy_us == 6
+    assert kinds(played.told["c"]) == ["TurnBegins", "TurnEnds"]  # a has had one since
+    played.do(e.Came(own, [101]))
+    played.say("c", m.TurnGivenBack(wants=True, stepped=m.Stepped(busy_us=5)))
+    assert [kinds(played.told[name]).count("TurnBegins") for name in "abc"] == [1, 0, 1]
+    assert [played.lease(name).state for name in "abc"] == [LeaseState.PAUSED, LeaseState.RUNNING, LeaseState.PAUSED]
+
+
+def test_nobody_gets_the_turn_while_another_has_a_step_in_it() -> None:
+    played = Played(models="abc")
+    own, (_, second) = waiting_step(played)
+    played.do(e.Came(own, [101]))
+    played.say("b", m.Stepped(busy_us=9))
+    played.do(m.Pause(serial=own))
+    played.give_turn_back("b")
+    played.do(m.Turn(serial=second))
+    assert kinds(played.told["c"]) == []
+    played.give_turn_back("a")
+    assert kinds(played.told["c"]) == ["TurnBegins"]
+
+
+def test_a_runtime_that_dies_in_anothers_turn_keeps_nobody_from_it() -> None:
+    played = Played(models="abc")
+    waiting_step(played)
+    played.dies("a")
+    assert kinds(played.told["c"]) == ["TurnBegins", "TurnEnds"]
+
+
 def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:
     played = Played()
     first = played.wake("a")
@@ -542,6 +596,11 @@ class AnyOrder(RuleBasedStateMachine):
         if (name := self.of(name)) not in self.played.reclaims:
             self.played.step(name, idle, recompute_us)
 
+    @rule(name=st.sampled_from("abc"))
+    def wait(self, name: str) -> None:
+        if (name := self.of(name)) in self.played.turn:
+            self.played.say(name, m.StepWaits())
+
     @rule(name=st.sampled_from("abc"), after_s=st.sampled_from([0.0, 3.0, SEAT_IDLE_S]))
     def rest(self, name: str, after_s: float) -> None:
         self.played.rests(self.of(name))
@@ -601,6 +660,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.played.machine._state.relieving is None, "an operation waits for nobody"
         running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
         assert len(running) <= 1
+        lent = [books for books in self.played.machine._state.runtimes.values() if books.lent]
+        assert len(lent) <= 1
+        assert all("turn" in self.played.owes[books.name] for books in lent), "a step that will not be given back"
 
     @rule(seconds=st.floats(0.001, 4.0))
     def time_passes(self, seconds: float) -> None:

@@ -134,3 +134,19 @@ def test_a_step_that_the_end_of_its_seat_cuts_is_told_with_who_was_in_it(played:
     played.executor.send(m.TurnBegins())
     (share,) = played.said(m.Stepped).shares
     assert (share.tokens, share.prompt, share.made) == (40, 40, 1)
+
+
+def test_a_step_that_waits_for_weights_says_so_once_until_some_have_come(played: Played) -> None:
+    """And goes on with them."""
+    played.executor.send(m.SeatEnds())
+    played.thread.start()
+    played.said(m.SeatLeft)
+    played.give_base()
+    played.seat(1, 1)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    assert played.until(m.StepWaits) == ["StepWaits"]
+    played.executor.send(m.SegmentsCame(segments=[7]))  # of another lease
+    assert played.until(m.StepWaits) == ["StepWaits"]
+    played.executor.send(m.SegmentsCame(segments=[1]))
+    assert played.until(m.Stepped) == ["Tokens", "Stepped"]
