@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Final, cast, get_args
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,6 +23,7 @@ from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.dashboard import pages
 from dormouse.router.dashboard.watch import Sampler
 from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse
+from dormouse.router.front.recent import Kind
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m
 
@@ -143,11 +144,12 @@ def _since(text: str) -> float:
 
 def _requests(x: Exchange) -> a.RecentRequests:
     """``GET /admin/requests?name=mood&kind=slow&most=20``"""
-    query: dict[str, Any] = _asked(x, "name", "kind", "most")
-    try:
-        return msgspec.convert({"most": 50, **query}, a.RecentRequests, strict=False)
-    except msgspec.ValidationError as error:
-        raise refuse(400, "bad_request", str(error)) from None
+    query = _asked(x, "name", "kind", "most")
+    kind, most = query.get("kind", ""), query.get("most", "50")
+    if kind not in get_args(Kind) or not re.fullmatch("[0-9]{1,9}", most):
+        text = f"kind is {kind!r} and most {most!r}; write slow, failed, cold or nothing, and a number"
+        raise refuse(400, "bad_request", text)
+    return a.RecentRequests(name=query.get("name", ""), kind=cast(Kind, kind), most=int(most))
 
 
 def _query(x: Exchange) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -90,3 +91,31 @@ def test_a_removed_function_takes_its_versions_along(node: TestNode) -> None:
         "unknown_version",
         "no earlier version of 'f' is kept; there are: none ([limits] versions says how many are kept)",
     )
+
+
+def test_the_same_over_http(node: TestNode) -> None:
+    _deploy(node, 2)
+    key = node.admin.create_key(Wish(scopes=("deploy",)))["key"]
+    auth = {"Authorization": f"Bearer {key}"}
+
+    def asked(method: str, path: str) -> HttpAnswer:
+        return node.http(method, f"/admin/{path}", headers=auth)
+
+    newest = _versions(node)[0]
+    assert [row["version"] for row in asked("GET", "functions/f/versions").body["versions"]] == _versions(node)
+    assert asked("POST", "functions/f/rollback").body == {"name": "f", "version": newest + 1, "as": newest - 1}
+    assert asked("POST", "functions/f/rollback?version=999").code == "unknown_version"
+    assert asked("POST", "functions/f/rollback?version=two").code == "bad_request"
+    assert asked("POST", "functions/f/rollback?to=2").code == "bad_request"
+    assert asked("PUT", "functions/f/pin").body == {"name": "f", "pinned": True}
+    assert node.status()["functions"]["f"]["pinned"] is True
+    assert asked("DELETE", "functions/f/pin").body == {"name": "f", "pinned": False}
+    for path in ("functions/g/versions", "requests?name=g"):
+        assert asked("GET", path).code == "unknown_function"
+    invoked = node.http("POST", "/functions/f/invoke", 1, headers={**auth, "X-Request-Id": "r"})
+    assert invoked.code == "scope_missing", "to deploy is not to invoke"
+    assert node.admin.invoke("f", b"1") == b'["part 1",1]'
+    rows = asked("GET", "requests?name=f&kind=&most=1").body["requests"]
+    assert [(row["function"], row["outcome"]) for row in rows] == [("f", "ok")]
+    assert asked("GET", "requests?kind=odd").code == "bad_request"
+    assert asked("GET", "functions/f/logs?since=never").code == "bad_request"
