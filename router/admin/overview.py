@@ -76,6 +76,7 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "instance": function.instance,
                 "instances": {each: picture.instances[each].state.value for each in function.instances},
                 "stateless": spec.stateless,
+                "embedding": spec.embedding is not None,
                 "max_instances": limit(picture, function),
                 "writes": function.writes,
                 "queued": len(function.queue),

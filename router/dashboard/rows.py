@@ -20,8 +20,8 @@ GPU: Final = (
     "free_nbytes", "largest_free_nbytes", "fragmentation", "turns", "seats", "trouble",
 )  # fmt: skip
 FUNCTION: Final = (
-    "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "max_instances", "queued",
-    "running", "requests", "errors", "outcomes", "p50_ms", "p99_ms", "nbytes", "gpu_nbytes", "host_nbytes",
+    "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "embedding", "max_instances",
+    "queued", "running", "requests", "errors", "outcomes", "p50_ms", "p99_ms", "nbytes", "gpu_nbytes", "host_nbytes",
     "file_nbytes", "shared_nbytes", "wakes", "evictions", "last_wake",
 )  # fmt: skip
 STORE: Final = ("host_nbytes", "host_budget_nbytes", "file_nbytes", "file_budget_nbytes")

@@ -1,11 +1,15 @@
 """The dashboard as a person has it: a real node, and a real Chromium without a screen."""
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from browser import MISSING, Browser, running_browser
+from language_models import make_folder
+from llm_node import CONFIG, MESSAGES, deploy, generated, prompt_tokens
 
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
@@ -76,9 +80,11 @@ def window() -> Iterator[Browser]:
 @pytest.fixture
 def page(node: TestNode, window: Browser) -> Iterator[Browser]:
     """The overview of the node, connected; afterwards the console must have been silent, and nobody else asked."""
-    yield from shown(node, window)
+    with shown(node, window) as page:
+        yield page
 
 
+@contextlib.contextmanager
 def shown(node: TestNode, window: Browser) -> Iterator[Browser]:
     home = f"http://127.0.0.1:{node.port}/"
     window.open("about:blank")  # else an address with another fragment alone would load nothing
@@ -362,3 +368,28 @@ def test_a_key_that_only_deploys_is_not_sent_to_be_refused(keyed: TestNode, aske
     asked.wait(lambda: "instance" in asked.text("[data-log]"), "its log")
     assert asked.run("return document.querySelector('#one form button[type=submit]').disabled")
     assert "scope invoke" in asked.text("[data-answered]")
+
+
+def test_a_language_models_answer_appears_as_it_is_made(window: Browser, tmp_path: Path) -> None:
+    model = make_folder(tmp_path)
+    with running_node(CONFIG) as node:
+        deploy(node, "chat", tmp_path)
+        with shown(node, window) as page:
+            page.run("location.hash = '#/f/chat'")
+            body = "document.querySelector('textarea').value"
+            page.wait(lambda: "messages" in page.run(f"return {body}"), "a request")
+            page.run(
+                """const asked = { ...JSON.parse(document.querySelector("textarea").value), ...arguments[0] };
+                   window.parts = 0;
+                   const count = (records) => { for (const each of records) window.parts += each.addedNodes.length; };
+                   new MutationObserver(count).observe(document.querySelector("[data-answer]"), { childList: true });
+                   document.querySelector("textarea").value = JSON.stringify(asked);""",
+                {"messages": MESSAGES, "max_tokens": 8, "temperature": 0},
+            )
+            page.click("#one form button[type=submit]")
+            page.wait(lambda: page.text("[data-answered]").startswith("200"), "the answer")
+            assert page.text("[data-answer]").strip() == generated(model, prompt_tokens(), 8).strip()
+            assert page.run("return window.parts") > 2
+            page.wait(lambda: "first token" in page.text("#one dl"), "its time")
+            page.run("location.hash = '#'")
+            page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "it on the timeline")

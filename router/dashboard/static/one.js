@@ -89,9 +89,11 @@ export class One {
     const reads = this.mayRead();
     if (row === this.seen.row) return;
     this.seen.row = row;
-    if (this.untouched && row.llm) this.body.value = JSON.stringify(
-      { model: this.name, messages: [{ role: "user", content: "Say something." }], max_tokens: 64, stream: true }, null, 2);
-    else if (this.state.rights.includes("invoke") && ["idle", "busy"].includes(row.state) && this.seen.version !== row.version) {
+    const wish = row.llm ? { messages: [{ role: "user", content: "Say something." }], max_tokens: 64, stream: true }
+      : row.embedding ? { input: "Some text." } : null;
+    if (wish !== null) {
+      if (this.untouched) this.body.value = JSON.stringify({ model: this.name, ...wish }, null, 2);
+    } else if (this.state.rights.includes("invoke") && ["idle", "busy"].includes(row.state) && this.seen.version !== row.version) {
       this.seen.version = row.version;
       this.schema();
     }
