@@ -35,7 +35,7 @@ SPANS_S: Final = 0.25
 LEAST_S, PAUSE_S, LONGEST_S = 0.25, 1.0, 5.0
 """Between two samples: after news of processes or deploys, usually, and at most."""
 
-PATIENCE: Final = 40
+PATIENCE: Final = 20
 """The pause is so many times what the sample took, the controller's answer included: watching takes no more than a part
 of any process, however many functions there are.
 """
