@@ -50,7 +50,7 @@ class Executors:
         if turned:
             self.turns = Turns(len(gpus), policy.turns, policy.turn_ms / 1000, agenda, self.tally, tell, self.ended)
             self.runtimes = RuntimeLeases(self, gpus, self.turns.processors, self.turns.work, agenda, tell)
-            self.runtimes.offload, self.runtimes.margins = policy.offload, policy.turn_order == "margin"
+            self.runtimes.memory.offload, self.runtimes.margins = policy.offload, policy.turn_order == "margin"
         self._specs = specs
         self._quotas = MemoryQuotas(quotas or {}, lambda name: specs[name].tenant if name in specs else "")
         self._agenda, self.core, self._tell = agenda, core, tell

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller.simulator.streams import batch as simulated
-from dormouse.controller.simulator.streams.batch import OVER, Stream, StreamBatch
+from dormouse.controller.simulator.streams.batch import StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.controller.simulator.streams.stream import OVER, Stream
 from dormouse.core.joins import IN_TURN
 from dormouse.core.pace import Pace
 from dormouse.gpuserver.runtime.batch import STEP_SEQUENCES, STEP_TOKENS, Batch, Sequence

@@ -14,7 +14,8 @@ from streams_world import COST, MB, llm, made, run, watched
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
 from dormouse.controller.simulator.devices import Fault, ModelSpec
-from dormouse.controller.simulator.streams.batch import Stream, StreamBatch
+from dormouse.controller.simulator.streams.batch import StreamBatch
+from dormouse.controller.simulator.streams.stream import Stream
 from dormouse.schemas.errors import ConfigError
 
 

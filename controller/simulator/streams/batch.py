@@ -10,9 +10,10 @@ prompts, and the ends of streams, and none for a token. Equal beginnings of prom
 from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Final
 
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.controller.simulator.streams.stream import DECODING, OVER, PREFILL, WAITING, Advanced, Stream
 from dormouse.core.joins import IN_TURN, JoinQueue
 from dormouse.core.pace import Pace
 
@@ -21,54 +22,8 @@ STEP_TOKENS: Final = 256
 STEP_SEQUENCES: Final = 128
 """As real runtimes have them (gpuserver/runtime): a test compares."""
 
-WAITING, PREFILL, DECODING, OVER = range(4)
-
 Grow = Callable[[int, bool], bool]
 """Asks for so many blocks; gently: nobody is to leave for them. If it is true, they were added to ``blocks``."""
-
-
-class Stream:
-    """A sequence. ``tokens`` are those that are known, of prompt and output, ``limit`` is how many there will be, and
-    ``computed`` of them have their KV; of one that is decoding, both are those when it began to. Its first token is
-    wanted by ``first_s``. ``owner``: its function.
-    """
-
-    __slots__ = (
-        "computed",
-        "first_s",
-        "limit",
-        "number",
-        "owner",
-        "preempted",
-        "prompt",
-        "resumed",
-        "since",
-        "state",
-        "tokens",
-    )
-
-    def __init__(self, number: int, prompt: int, output: int, first_s: float = 0.0, owner: int = 0) -> None:
-        self.number, self.owner = number, owner
-        self.first_s = first_s
-        self.prompt = self.tokens = prompt
-        self.limit = prompt + output
-        self.computed = 0
-        self.state = WAITING
-        self.since = 0  # the batch's step in which it began to decode
-        self.preempted = 0  # how often
-        self.resumed = 0  # how often its runtime was lost
-
-    @property
-    def left(self) -> int:
-        """Tokens that can be computed before the next one is known."""
-        return self.tokens - self.computed
-
-
-class Advanced(NamedTuple):
-    """``first``: streams that have their first token; ``over``: that have their last."""
-
-    first: list[Stream]
-    over: list[Stream]
 
 
 class StreamBatch:

@@ -2,14 +2,13 @@
 steps. Pure.
 
 A turn ends between two steps. The core is told that it may be another's when it begins in a seat that its lease has,
-for one step is computed in any case; else after the first step. If nobody wants it, the steps go on. Memory for KV
-comes from the GPU's pool: the cheapest of what nobody uses leaves for it. A seat that is left loses it, and its
-sequences begin again. A lease without sequences ends after a while.
+for one step is computed in any case; else after the first step. If nobody wants it, the steps go on. A seat that is
+left loses its KV (memory.py), and its sequences begin again. A lease without sequences ends after a while.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Protocol
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
@@ -18,25 +17,17 @@ from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.preloads import Preloads
-from dormouse.controller.simulator.streams.batch import Advanced, Stream
-from dormouse.controller.simulator.streams.model import EXTENTS
+from dormouse.controller.simulator.streams.memory import KvMachine, KvMemory
 from dormouse.controller.simulator.streams.rotation import LEAST, rotate, rotating
 from dormouse.controller.simulator.streams.runtime import runtime_of
+from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.core.joins import IN_TURN, latest_s
-from dormouse.core.memory.bringing import spare
 from dormouse.core.step_times import news
 from dormouse.schemas.messages import PromptsDue, StepsDue
 
-KV_OWNER: Final = "kv of "
 
-
-class SeatsAndTurns(Protocol):
+class SeatsAndTurns(KvMachine, Protocol):
     """Who has turns and seats: executors.py."""
-
-    def worth(self, gpu: int) -> dict[str, float]: ...
-
-    @property
-    def host_bps(self) -> float: ...
 
     @property
     def preloads(self) -> Preloads: ...
@@ -67,7 +58,7 @@ class RuntimeLeases:
     ) -> None:
         self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
         self._agenda, self._tell = agenda, tell
-        self.offload = "asked"  # as in schemas/policy.py
+        self.memory = KvMemory(machine, gpus, agenda)
         self.margins = True  # sequences join by them
         self.rotates = True
         self.advanced: Callable[[Advanced], None] = lambda made: None
@@ -131,7 +122,7 @@ class RuntimeLeases:
             return
         gpu, batch = self._gpus[lease.wake.lease.gpu], runtime.batch
         batch.brief = not lease.open and batch.has_prompts and gpu.shared(self._agenda.now_s)
-        while (steps := batch.plan(partial(self._grow, lease), self._agenda.now_s)) is None:
+        while (steps := batch.plan(partial(self.memory.grow, lease), self._agenda.now_s)) is None:
             if batch.idle:
                 self._rest(lease)
                 return
@@ -323,38 +314,3 @@ class RuntimeLeases:
         if batch.prompt_tokens and (times := timer.times) is not None and news(times, runtime.times):
             runtime.times = times
             self._tell(ev.StepsTimed((lease.wake.instance,), times))
-
-    # --- memory
-
-    def _grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
-        runtime, gpu = runtime_of(lease), self._gpus[lease.wake.lease.gpu]
-        spec = runtime.spec
-        wanted = -(-blocks // spec.extent_blocks)
-        for extents in (wanted,) if gently else dict.fromkeys((max(wanted, EXTENTS), wanted)):
-            if self._place(gpu, lease, extents * spec.extent_blocks * spec.block_nbytes, gently):
-                runtime.batch.blocks += extents * spec.extent_blocks
-                return True
-        return False
-
-    def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
-        name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
-        batch, block_nbytes = runtime_of(lease).batch, runtime_of(lease).spec.block_nbytes
-        evict = self.offload != "never" or batch.blocks + nbytes // block_nbytes <= batch.one_needs
-        while True:
-            grown = gpu.residency.grow(
-                name, 1, nbytes, worth, self._machine.host_bps,
-                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict,
-            )  # fmt: skip
-            if grown is not None:
-                break
-            if gently or not evict or not (gpu.one_ends() or gpu.one_leaves()):
-                return False
-        for move in grown[1].moves:
-            gpu.residency.arrived(move.segment)
-        evicted = list(grown[1].evicted)
-        short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
-        if self.offload == "ahead" and short_nbytes > 0:  # making room takes no time here, so no more is kept free
-            evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
-        if evicted or len(gpu.contexts) != len(gpu.told):
-            self._agenda.put(self._agenda.now_s, PRESSED, lease)
-        return True

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import OPENS, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease
-from dormouse.controller.simulator.streams.batch import Advanced, Stream
 from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
+from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.core.batching import BatchRule, GatheringBatch
 
 

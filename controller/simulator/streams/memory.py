@@ -1,0 +1,66 @@
+"""Memory for KV of simulated runtimes, which grows in extents. Pure. It comes from the GPU's pool: the cheapest of what
+nobody uses leaves for it, then seats without a turn.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from dormouse.controller.simulator.agenda import PRESSED, Agenda
+from dormouse.controller.simulator.gpu import SimulatedGpu
+from dormouse.controller.simulator.leases import SimulatedLease
+from dormouse.controller.simulator.streams.model import EXTENTS
+from dormouse.controller.simulator.streams.runtime import runtime_of
+from dormouse.core.memory.bringing import spare
+
+KV_OWNER: Final = "kv of "
+
+
+class KvMachine(Protocol):
+    """Who knows what models are worth: executors.py."""
+
+    def worth(self, gpu: int) -> dict[str, float]: ...
+
+    @property
+    def host_bps(self) -> float: ...
+
+
+class KvMemory:
+    """Of one node."""
+
+    def __init__(self, machine: KvMachine, gpus: Sequence[SimulatedGpu], agenda: Agenda) -> None:
+        self._machine, self._gpus, self._agenda = machine, gpus, agenda
+        self.offload = "asked"  # as in schemas/policy.py
+
+    def grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
+        runtime, gpu = runtime_of(lease), self._gpus[lease.wake.lease.gpu]
+        spec = runtime.spec
+        wanted = -(-blocks // spec.extent_blocks)
+        for extents in (wanted,) if gently else dict.fromkeys((max(wanted, EXTENTS), wanted)):
+            if self._place(gpu, lease, extents * spec.extent_blocks * spec.block_nbytes, gently):
+                runtime.batch.blocks += extents * spec.extent_blocks
+                return True
+        return False
+
+    def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
+        name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
+        batch, block_nbytes = runtime_of(lease).batch, runtime_of(lease).spec.block_nbytes
+        evict = self.offload != "never" or batch.blocks + nbytes // block_nbytes <= batch.one_needs
+        while True:
+            grown = gpu.residency.grow(
+                name, 1, nbytes, worth, self._machine.host_bps,
+                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict,
+            )  # fmt: skip
+            if grown is not None:
+                break
+            if gently or not evict or not (gpu.one_ends() or gpu.one_leaves()):
+                return False
+        for move in grown[1].moves:
+            gpu.residency.arrived(move.segment)
+        evicted = list(grown[1].evicted)
+        short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
+        if self.offload == "ahead" and short_nbytes > 0:  # making room takes no time here, so no more is kept free
+            evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
+        if evicted or len(gpu.contexts) != len(gpu.told):
+            self._agenda.put(self._agenda.now_s, PRESSED, lease)
+        return True

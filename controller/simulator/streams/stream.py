@@ -1,0 +1,49 @@
+"""A sequence of a simulated runtime, and what becomes of it in steps: plain data. batch.py is what is done with it."""
+
+from typing import NamedTuple
+
+WAITING, PREFILL, DECODING, OVER = range(4)
+
+
+class Stream:
+    """A sequence. ``tokens`` are those that are known, of prompt and output, ``limit`` is how many there will be, and
+    ``computed`` of them have their KV; of one that is decoding, both are those when it began to. Its first token is
+    wanted by ``first_s``. ``owner``: its function.
+    """
+
+    __slots__ = (
+        "computed",
+        "first_s",
+        "limit",
+        "number",
+        "owner",
+        "preempted",
+        "prompt",
+        "resumed",
+        "since",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, number: int, prompt: int, output: int, first_s: float = 0.0, owner: int = 0) -> None:
+        self.number, self.owner = number, owner
+        self.first_s = first_s
+        self.prompt = self.tokens = prompt
+        self.limit = prompt + output
+        self.computed = 0
+        self.state = WAITING
+        self.since = 0  # the batch's step in which it began to decode
+        self.preempted = 0  # how often
+        self.resumed = 0  # how often its runtime was lost
+
+    @property
+    def left(self) -> int:
+        """Tokens that can be computed before the next one is known."""
+        return self.tokens - self.computed
+
+
+class Advanced(NamedTuple):
+    """``first``: streams that have their first token; ``over``: that have their last."""
+
+    first: list[Stream]
+    over: list[Stream]
