@@ -1,8 +1,9 @@
 """Streams that wait for others of their function before a batch takes them, whether the GPU is idle or not: what
 ServerlessLoRA compares itself with, and what its Eq. 3 says as it stands. Pure: it is told the time.
 
-Runtimes wait by it (gpuserver/runtime/gathering.py), and so do those of the simulator. With ``now``, which is the
-default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
+Runtimes wait by BatchRule (gpuserver/runtime/gathering.py), and so do those of the simulator. With ``now``, which is
+the default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
+Requests of other functions wait by RequestBatches (client_shim/instance/batches.py).
 """
 
 from collections.abc import Callable
@@ -88,3 +89,69 @@ class GatheringBatch(Generic[Stream]):
 
 def _nothing(_: int) -> float:
     return 0.0
+
+
+LEARNS: Final = 0.2
+"""Of what was known, so much gives way to what is measured now: five batches tell of a change."""
+
+
+class BatchTimes:
+    """T(b), the seconds that a batch of so many requests takes, as measured."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+
+    def took(self, count: int, seconds: float) -> None:
+        before = self._known.get(count, seconds)
+        self._known[count] = before + LEARNS * (seconds - before)
+
+    def of(self, count: int) -> float | None:
+        """Between two that are known, on the line between them. Beyond the largest, as if nothing were gained by more;
+        below the smallest, as if nothing were by fewer. None: nothing is known.
+        """
+        less = max((each for each in self._known if each <= count), default=None)
+        more = min((each for each in self._known if each >= count), default=None)
+        if less is None or more is None:
+            found = less or more
+            return None if found is None else self._known[found] * max(1.0, count / found)
+        if less == more:
+            return self._known[less]
+        part = (count - less) / (more - less)
+        return self._known[less] + part * (self._known[more] - self._known[less])
+
+
+class RequestBatches:
+    """When requests of a function begin as a batch of at most ``most``.
+
+    With ``longest_s`` 0 at once, with all that there are. Else one more is waited for while it is expected to come
+    sooner than it saves time, T(n) + T(1) - T(n+1), and none would be late for it (``deadline_s``); never longer than
+    ``longest_s``. As long as T is not known, nobody waits.
+    """
+
+    def __init__(self, most: int, longest_s: float, deadline_s: float) -> None:
+        self.most = most
+        self.times = BatchTimes()
+        self._longest_s, self._deadline_s = longest_s, deadline_s
+        self._gap_s: float | None = None  # recent time between two arrivals
+        self._came_s = 0.0
+
+    def came(self, now_s: float) -> None:
+        gap_s, first = now_s - self._came_s, self._came_s == 0.0
+        self._came_s = now_s
+        if not first:
+            before = gap_s if self._gap_s is None else self._gap_s
+            self._gap_s = before + LEARNS * (gap_s - before)
+
+    def took(self, count: int, seconds: float) -> None:
+        if count:
+            self.times.took(count, seconds)
+
+    def wait_s(self, count: int, waited_s: float) -> float:
+        """How long ``count`` requests, the first of which has waited so long, wait for one more."""
+        now, one, more = (self.times.of(each) for each in (count, 1, count + 1))
+        if count >= self.most or now is None or one is None or more is None or self._gap_s is None:
+            return 0.0
+        gained_s = now + one - more
+        if self._gap_s >= gained_s:
+            return 0.0
+        return max(0.0, min(self._longest_s - waited_s, self._deadline_s - waited_s - more))

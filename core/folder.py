@@ -27,7 +27,7 @@ _ENVIRONMENT: Final = "pyvenv.cfg"
 _NODES: Final = {".dormouse-run": "run", "catalogue.sqlite3": "state"}
 """A file by which a directory is known as a node's."""
 
-_HANDLE: Final = re.compile(rb"^(async +)?def +handle\b", re.MULTILINE)
+_HANDLE: Final = re.compile(rb"^(async +)?def +handle(_batch)?\b", re.MULTILINE)
 
 
 class NoFunction(Exception):

@@ -52,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stateless: bool = False
     max_instances: int = 0
     concurrency: int = 1
+    batch: int = 0
+    batch_wait: str | int = 0
     llm: bool = False  # the folder is a language model's
     embedding: bool = False  # it makes embeddings
     convert: bool = False  # its weights may be pickled

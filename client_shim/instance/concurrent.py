@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 LEASE_S: Final = 0.25
 """A quarter of the deadline that functions have unless they say otherwise."""
 
-ANSWER_NBYTES: Final = 768 << 10
-"""Of an answer, which goes in one message: the arena has room for one."""
-
 _OWNER: Final[ContextVar[int]] = ContextVar("dormouse_owner", default=0)
 
 
@@ -247,7 +244,7 @@ class Concurrent:
             result = await result
         if isinstance(result, AsyncIterator | Iterator):
             raise BadResponse("handle() returned an iterator: deploy without --concurrency to answer in parts")
-        data, kind = answer_bodies.encode(result, run.accept, ANSWER_NBYTES)
+        data, kind = answer_bodies.encode(result, run.accept, answer_bodies.MESSAGE_NBYTES)
         return bytes(data), kind
 
     async def _end_tasks(self, number: int) -> None:

@@ -6,7 +6,7 @@ Pure: no I/O. msgspec makes both. A hint that it cannot take checks nothing, and
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,11 +23,14 @@ _PATH: Final = re.compile(r" - at `(.{1,200})`$", re.DOTALL)
 class Hints:
     """Of one function. ``warning`` is for who deploys it; ``schema`` is JSON, b"" if nothing is known."""
 
-    def __init__(self, handle: Callable[..., Any]) -> None:
+    def __init__(self, handle: Callable[..., Any], each: bool = False) -> None:
+        """``each``: it takes and returns lists of them."""
         self.schema, self.warning = b"", ""
         self._request: Any = None
         self._decoder: msgspec.json.Decoder[Any] | None = None
         found, name = self._found(handle)
+        if each:
+            found = {key: _item(hint) for key, hint in found.items()}
         said: dict[str, Any] = {}
         if (request := found.get(name)) not in (None, Any, object, inspect.Parameter.empty):
             try:
@@ -94,6 +97,12 @@ class Hints:
             return msgspec.convert(_plain(value), self._request, strict=False, dec_hook=_converted)
         except msgspec.ValidationError as error:
             raise _refused(error) from error
+
+
+def _item(hint: Any) -> Any:
+    """Of a list; what is none says nothing of its items."""
+    arguments = typing.get_args(hint)
+    return arguments[0] if typing.get_origin(hint) in (list, Sequence, tuple) and arguments else Any
 
 
 def _refused(error: msgspec.ValidationError) -> BadRequest:

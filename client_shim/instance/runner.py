@@ -56,6 +56,7 @@ class UserFunction:
     load: Callable[[], Any]
     handle: Callable[[Any, Any], Any]
     unload: Callable[[Any], Any] | None = None
+    handle_batch: Callable[[Any, list[Any]], Any] | None = None
 
 
 def import_function(source: bytes, origin: str) -> UserFunction:
@@ -79,13 +80,32 @@ def import_function(source: bytes, origin: str) -> UserFunction:
     except (SyntaxError, ValueError) as error:
         raise LoadFailure("bad_source", report.describe(error)) from error
     found: dict[str, Any] = {}
-    parts = (("load", "load()", False), ("handle", "handle(state, request)", True), ("unload", "unload(state)", False))
+    parts = (
+        ("load", "load()", False),
+        ("handle_batch", "handle_batch(state, requests)", False),
+        ("handle", "handle(state, request)", not hasattr(module, "handle_batch")),
+        ("unload", "unload(state)", False),
+    )
     for part, usage, needed in parts:
         found[part] = getattr(module, part, None)
         if not callable(found[part]) and (needed or hasattr(module, part)):
             what = "has no" if found[part] is None else "has something that cannot be called as"
             raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
-    return UserFunction(load=found["load"] or _nothing, handle=found["handle"], unload=found["unload"])
+    batch = found["handle_batch"]
+    return UserFunction(
+        load=found["load"] or _nothing,
+        handle=found["handle"] or partial(_one, batch),
+        unload=found["unload"],
+        handle_batch=batch,
+    )
+
+
+def _one(handle_batch: Callable[[Any, list[Any]], Any], state: Any, request: Any) -> Any:
+    """``handle`` of a function that has none: a batch of one."""
+    (result,) = handle_batch(state, [request])
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _nothing() -> None:
@@ -98,6 +118,15 @@ def coroutine_function(make: Callable[[], UserFunction]) -> UserFunction:
     if not inspect.iscoroutinefunction(function.handle):
         text = "with --concurrency, handle must be a coroutine function: async def handle(state, request)"
         raise LoadFailure("no_coroutine", text)
+    return function
+
+
+def batch_function(make: Callable[[], UserFunction]) -> UserFunction:
+    """One that takes requests in batches. Raises LoadFailure."""
+    function = make()
+    if function.handle_batch is None or inspect.iscoroutinefunction(function.handle_batch):
+        text = "with --batch, define handle_batch(state, requests), which returns a list: def, and not async def"
+        raise LoadFailure("no_handle_batch", text)
     return function
 
 
@@ -115,6 +144,13 @@ def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) ->
             raise LoadFailure("bad_folder", str(error)) from error
 
     return UserFunction(load=load, handle=lambda _, request: model.handle(request))
+
+
+def _hinted(function: UserFunction) -> tuple[Callable[..., Any], bool]:
+    """Whose types are those of requests, and whether it takes lists of them."""
+    if isinstance(function.handle, partial) and function.handle_batch is not None:
+        return function.handle_batch, True
+    return function.handle, False
 
 
 class Runner:
@@ -145,7 +181,7 @@ class Runner:
         """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
         try:
             function = self._handler.call(make)
-            self.hints = self._handler.call(Hints, function.handle)
+            self.hints = self._handler.call(Hints, *_hinted(function))
             self.state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
@@ -166,6 +202,13 @@ class Runner:
         from dormouse.client_shim.instance.concurrent import Concurrent  # imports what others do not need
 
         Concurrent(self).serve()
+
+    def serve_batches(self, most: int, wait_ms: int, deadline_ms: int) -> None:
+        """The same, in batches."""
+        from dormouse.client_shim.instance.batches import Batches
+        from dormouse.core.batching import RequestBatches
+
+        Batches(self, RequestBatches(most, wait_ms / 1000, deadline_ms / 1000)).serve()
 
     def unload(self) -> None:
         """The function's last word, before the process ends: the router waits for it a while, and then no more."""
@@ -241,6 +284,13 @@ class Runner:
         sender.finish()
         return b"", ""
 
+    def call(self, code: Callable[..., Any], *arguments: Any) -> Any:
+        """Code of the function, whatever kind it is."""
+        try:
+            return self._handler.call(code, *arguments)
+        finally:
+            self._handler.finish()
+
     def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""
         code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
@@ -286,6 +336,13 @@ def _log_file(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
+def _checked(make: Callable[[], UserFunction], fork: m.Fork) -> Callable[[], UserFunction]:
+    """What it was deployed as, it must be."""
+    if fork.batch:
+        return partial(batch_function, make)
+    return partial(coroutine_function, make) if fork.concurrency > 1 else make
+
+
 def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: ChildSetting) -> NoReturn:
     """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
     faulthandler.enable()
@@ -315,8 +372,10 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
-        elif runner.load(partial(coroutine_function, make) if fork.concurrency > 1 else make):
-            if fork.concurrency > 1:
+        elif runner.load(_checked(make, fork)):
+            if fork.batch:
+                runner.serve_batches(fork.batch, fork.batch_wait_ms, fork.deadline_ms)
+            elif fork.concurrency > 1:
                 runner.serve_many()
             else:
                 runner.serve()

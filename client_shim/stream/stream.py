@@ -89,6 +89,11 @@ class Stream:
     def leased(self) -> bool:
         return self._connection is not None
 
+    @property
+    def used(self) -> bool:
+        """Whether the executor of the lease that is held has been given anything."""
+        return self._connection is not None and not self._connection.untouched
+
     def begin_lease(self, lease: Lease) -> None:
         """A request (or the backend) brought a lease: commands go to its executor from now on."""
         with self.lock:

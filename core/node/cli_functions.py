@@ -65,6 +65,8 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once.")
 @click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
 @click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle().")
+@click.option("--batch", default=0, help="Requests of one handle_batch(), at most.  [default: one by one]")
+@click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more.")
 @as_json
 @pass_context
 def deploy(

@@ -60,9 +60,17 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         )
     if not 1 <= settings.concurrency <= MOST_OPEN:
         raise ConfigError(f"concurrency is {settings.concurrency}; write a number from 1 to {MOST_OPEN}")
-    if settings.concurrency > 1 and (settings.stateless or settings.llm or is_llm):
+    if not 0 <= settings.batch <= MOST_OPEN // 2:
+        raise ConfigError(f"batch is {settings.batch}; write a number from 1 to {MOST_OPEN // 2}, or 0 for none")
+    batch_wait_ms = parse_duration_ms(settings.batch_wait) if settings.batch_wait not in (0, "0", "0ms", "0s") else 0
+    if batch_wait_ms and not settings.batch:
+        raise ConfigError("batch_wait is of functions with batch: how many requests at most (--batch 8)")
+    if settings.batch and settings.concurrency > 1:
+        raise ConfigError("batch and concurrency are two ways to have many requests: leave one of the two out")
+    if (settings.concurrency > 1 or settings.batch) and (settings.stateless or settings.llm or is_llm):
+        what = "batch" if settings.batch else "concurrency"
         why = "a language model has many requests at once anyway" if is_llm else "a stateless function has instances"
-        raise ConfigError(f"concurrency is {settings.concurrency}, but {why}: leave one of the two out")
+        raise ConfigError(f"{what} is {getattr(settings, what)}, but {why}: leave one of the two out")
     return FunctionSpec(
         name=act.name,
         version=0,
@@ -81,6 +89,8 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         llm=_llm_of(act.name, act.entry, settings, isolation, base) if is_llm else None,
         embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
         concurrency=settings.concurrency,
+        batch=settings.batch,
+        batch_wait_ms=batch_wait_ms,
     )
 
 

@@ -140,8 +140,12 @@ MOST_OPEN: Final = 256
 
 
 def most_open(spec: m.FunctionSpec) -> int:
-    """How many an instance has at once, which asks for leases itself then; 0: one, with a lease for each."""
-    return MOST_OPEN if spec.llm is not None else spec.concurrency if spec.concurrency > 1 else 0
+    """How many an instance has at once, which asks for leases itself then; 0: one, with a lease for each. Of batches,
+    one runs and one comes together.
+    """
+    if spec.llm is not None:
+        return MOST_OPEN
+    return 2 * spec.batch if spec.batch else spec.concurrency if spec.concurrency > 1 else 0
 
 
 SESSION_TENANT: Final = "default"

@@ -207,6 +207,9 @@ class Instances:
             llm=spec.llm,
             embedding=spec.embedding,
             concurrency=spec.concurrency,
+            batch=spec.batch,
+            batch_wait_ms=spec.batch_wait_ms,
+            deadline_ms=spec.deadline_ms,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 

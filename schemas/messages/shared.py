@@ -176,6 +176,8 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     embedding: EmbeddingSettings | None = None  # the same of one that makes embeddings; never both
     content: str = ""
     concurrency: int = 1  # requests that an instance has at once: with more, ``handle`` is a coroutine function
+    batch: int = 0  # requests of one ``handle_batch``, at most; 0: one by one. Never both
+    batch_wait_ms: int = 0
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

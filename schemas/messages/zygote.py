@@ -23,6 +23,9 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     llm: LlmSettings | None = None
     embedding: EmbeddingSettings | None = None
     concurrency: int = 1
+    batch: int = 0
+    batch_wait_ms: int = 0
+    deadline_ms: int = 0
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

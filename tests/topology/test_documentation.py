@@ -39,6 +39,7 @@ HELLO, MOOD = blocks("README.md", "python")
 (AGAIN,) = blocks("docs/types.md", "python")
 (COMES,) = blocks("docs/loading.md", "python")
 (LINEAR,) = blocks("docs/concurrency.md", "python")
+(ROWS,) = blocks("docs/batching.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
 
 
@@ -181,10 +182,12 @@ def test_a_function_comes_and_goes(node: TestNode) -> None:
 
 def test_many_requests_at_once(node: TestNode) -> None:
     node.deployed("linear", LINEAR, concurrency=8)
-    with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda n: node.result("linear", [n, 0, 0, 0.0]), range(16)))
-    first, second, third = rows[:3]
-    assert all(abs(2 * b - a - c) < 1e-4 for a, b, c in zip(first, second, third, strict=True)), "it is linear"
+    node.deployed("rows", ROWS, batch=8)
+    for name in ("linear", "rows"):
+        with ThreadPoolExecutor(8) as pool:
+            rows = list(pool.map(lambda n: node.result(name, [n, 0, 0, 0.0]), range(16)))  # noqa: B023
+        first, second, third = rows[:3]
+        assert all(abs(2 * b - a - c) < 1e-4 for a, b, c in zip(first, second, third, strict=True)), "it is linear"
 
 
 def test_the_tests_that_security_names_are_there() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dormouse.core.batching import EXPIRED, FULL, UNTIMED, BatchRule, GatheringBatch
+from dormouse.core.batching import EXPIRED, FULL, UNTIMED, BatchRule, BatchTimes, GatheringBatch, RequestBatches
 
 
 def prompts_s(tokens: int) -> float:
@@ -70,3 +70,45 @@ def test_a_fixed_batch_waits_for_its_size_or_its_delay() -> None:
     assert batch.take(5.4, None) == (["a", "b"], FULL)
     batch.add("c", 100, 6.0)
     assert batch.take(6.5, None) == (["c"], EXPIRED)
+
+
+# --- requests of functions
+
+
+def batches(longest_s: float = 0.05, deadline_s: float = 1.0, gap_s: float = 0.001, **times: float) -> RequestBatches:
+    """``times``: what batches of so many have taken, as b1, b4; arrivals come in this time from one another."""
+    rule = RequestBatches(8, longest_s, deadline_s)
+    for name, seconds in times.items():
+        rule.took(int(name[1:]), seconds)
+    for number in range(1, 20):
+        rule.came(number * gap_s)
+    return rule
+
+
+def test_times_of_batches_are_learned() -> None:
+    times = BatchTimes()
+    assert times.of(1) is None
+    times.took(2, 0.2)
+    assert (times.of(1), times.of(2), times.of(4)) == (0.2, 0.2, 0.4), "nothing is known to be gained by others"
+    times.took(6, 0.4)
+    assert times.of(4) == pytest.approx(0.3)
+    times.took(2, 0.7)
+    assert times.of(2) == pytest.approx(0.3)
+
+
+def test_nobody_waits_without_a_time_to_wait_or_before_times_are_known() -> None:
+    assert batches(longest_s=0.0, b1=0.1, b8=0.1).wait_s(1, 0.0) == 0.0
+    assert batches().wait_s(1, 0.0) == 0.0
+
+
+def test_one_more_is_waited_for_while_it_comes_sooner_than_it_saves() -> None:
+    assert batches(b1=0.1, b8=0.1).wait_s(3, 0.02) == pytest.approx(0.03)
+    assert batches(b1=0.1, b8=0.1, gap_s=0.2).wait_s(3, 0.02) == 0.0, "it would come too late"
+    assert batches(b1=0.1, b8=0.8).wait_s(3, 0.02) == 0.0, "it would save nothing"
+
+
+def test_a_full_batch_and_one_that_would_be_late_begin() -> None:
+    assert batches(b1=0.1, b8=0.1).wait_s(8, 0.0) == 0.0
+    assert batches(b1=0.1, b8=0.1).wait_s(3, 0.05) == 0.0
+    assert batches(deadline_s=0.13, b1=0.1, b8=0.1).wait_s(3, 0.01) == pytest.approx(0.02)
+    assert batches(deadline_s=0.1, b1=0.1, b8=0.1).wait_s(3, 0.01) == 0.0

@@ -1,0 +1,175 @@
+"""Requests of one instance in batches: ``handle_batch(state, requests)``, under one lease for each batch.
+
+Requests come as they come and wait here. A batch is asked a GPU for as soon as it should not wait for more
+(core/batching.py), and takes all that have come until it has the GPU. So nothing stands still for the sake of a batch
+but by ``--batch-wait``, and then no GPU is held.
+
+Each request keeps its own error: one whose body is wrong is in no batch; an exception among the results is one
+request's; and if a whole batch fails, each of its requests is tried alone.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.core.batching import RequestBatches
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+
+if TYPE_CHECKING:
+    from dormouse.client_shim.instance.runner import Runner
+
+LOST: Final = ("executor_lost", "seat_lost")
+
+
+class FailedRequest(NamedTuple):
+    """What is said of a request that has no answer."""
+
+    code: str
+    text: str
+    param: str = ""
+
+
+Outcome = tuple[bytes, str] | FailedRequest
+
+
+class Batches:
+    """Of one instance, whose function has loaded."""
+
+    def __init__(self, runner: "Runner", rule: RequestBatches) -> None:
+        self._runner, self._rule = runner, rule
+        self._router, self._stream = runner.backend.router, runner.stream
+        self._waiting: deque[tuple[float, m.Run]] = deque()  # and since when
+        self._leaving = False
+
+    def serve(self) -> None:
+        """Until the router says Exit. Raises PeerLost."""
+        while True:
+            self._hear(0.0 if self._waiting or self._leaving else math.inf)
+            if not self._waiting:
+                if self._leaving:
+                    return
+                continue
+            now_s = time.monotonic()
+            if (wait_s := self._rule.wait_s(len(self._waiting), now_s - self._waiting[0][0])) > 0:
+                self._hear(wait_s)
+                continue
+            self._next()
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take in what the router says, if need be after waiting."""
+        if timeout_s > 0 and not self._router.has_news:
+            self._router.wait([self._router.link], min(timeout_s, 3600.0))
+        runs, abandoned = self._router.news()
+        now_s = time.monotonic()
+        for run in runs:
+            if isinstance(run, m.Run):
+                self._waiting.append((now_s, run))
+                self._rule.came(now_s)
+            else:
+                self._leaving = True
+        for number in abandoned:
+            if found := [each for each in self._waiting if each[1].request == number]:
+                self._waiting.remove(found[0])
+                self._send(number, FailedRequest("cancelled", "the request was cancelled"))
+
+    def _next(self) -> None:
+        failed: FailedRequest | None = None
+        backend = self._runner.backend
+        backend.may_acquire = True
+        try:
+            self._stream.begin_lease(backend.acquire())
+        except Exception as error:
+            failed = self._failed(error)
+        finally:
+            backend.may_acquire = False
+        self._hear(0.0)  # what has come while the GPU was waited for
+        taken = [self._waiting.popleft()[1] for _ in range(min(len(self._waiting), self._rule.most))]
+        began_s = time.monotonic()
+        outcomes = [failed] * len(taken) if failed is not None else self._outcomes(taken)
+        if self._stream.leased and (late := self._end()) is not None:
+            outcomes = [each if isinstance(each, FailedRequest) else late for each in outcomes]
+        if failed is None:
+            self._rule.took(len(taken), time.monotonic() - began_s)
+        if remains := self._stream.remains():
+            print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
+            self._router.send(m.Spoiled(text=remains))
+        sys.stdout.flush()
+        for run, outcome in zip(taken, outcomes, strict=True):
+            self._send(run.request, outcome, run)
+
+    def _end(self) -> FailedRequest | None:
+        """Give the lease back; why the batch has failed all the same, if it has."""
+        try:
+            if not self._stream.used:  # no END would be sent, and nobody else ends a lease that was asked for here
+                self._stream.wait(wire.SYNC)
+            self._stream.end_lease()
+        except Exception as error:
+            failed = self._failed(error)
+            if failed.code in LOST:
+                self._stream.lose_lease()
+            return failed
+        return None
+
+    def _send(self, number: int, outcome: Outcome, run: m.Run | None = None) -> None:
+        if isinstance(outcome, FailedRequest):
+            if outcome.code not in (*report.CLIENTS, "cancelled"):
+                label = "" if run is None else f"request {run.id}:\n"
+                print(f"{label}{outcome.text}", file=sys.stderr, flush=True)
+            self._router.send(m.Raised(request=number, code=outcome.code, text=outcome.text, param=outcome.param))
+            return
+        data, kind = outcome
+        self._router.send(m.Returned(request=number, body=data, nbytes=len(data), kind=kind))
+
+    # --- a batch
+
+    def _outcomes(self, runs: list[m.Run]) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        good: list[tuple[m.Run, Any]] = []
+        for run in runs:
+            assert run.body is not None, "requests of many come in messages"
+            try:
+                good.append((run, self._runner.hints.value_of(run.body, run.kind)))
+            except BadRequest as error:
+                found[run.request] = self._failed(error)
+        if good:
+            found |= zip((run.request for run, _ in good), self._called(good), strict=True)
+        return [found[run.request] for run in runs]
+
+    def _called(self, good: list[tuple[m.Run, Any]]) -> list[Outcome]:
+        alone = good[0][0] if len(good) == 1 else None
+        context.begin(*(("", "") if alone is None else (alone.id, alone.trace)))
+        failed: FailedRequest | None = None
+        try:
+            return self._results(good)
+        except BaseException as error:
+            failed = self._failed(error)
+        if alone is not None or failed.code in LOST:
+            return [failed] * len(good)
+        return [self._called([each])[0] for each in good]
+
+    def _results(self, good: list[tuple[m.Run, Any]]) -> list[Outcome]:
+        handle = self._runner.function.handle_batch
+        assert handle is not None, "it was loaded with one"
+        results = self._runner.call(handle, self._runner.state, [value for _, value in good])
+        if not isinstance(results, list | tuple) or len(results) != len(good):
+            what = f"{len(results)} results" if isinstance(results, list | tuple) else type(results).__name__
+            text = f"handle_batch() returned {what} for {len(good)} requests: return a list of one result for each"
+            raise BadResponse(text)
+        return [self._outcome(run, result) for (run, _), result in zip(good, results, strict=True)]
+
+    def _outcome(self, run: m.Run, result: Any) -> Outcome:
+        if isinstance(result, BaseException):
+            return self._failed(result)
+        try:
+            data, kind = answer_bodies.encode(result, run.accept, answer_bodies.MESSAGE_NBYTES)
+            return bytes(data), kind
+        except BadResponse as error:
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> FailedRequest:
+        return FailedRequest(*self._runner.verdict(error, "handle_batch()", "function_raised"), report.param(error))

@@ -1,0 +1,167 @@
+"""handle_batch on a real node: batches form while one runs, and each request keeps its own answer and error."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+
+pytestmark = pytest.mark.timeout(180)
+
+FUNCTION = """
+import os, time
+import msgspec, torch
+
+class Asked(msgspec.Struct):
+    n: float
+    do: str = ""
+    gate: str = ""
+
+sizes = []
+
+def load():
+    return torch.ones(4).to("cuda")
+
+def handle_batch(weights, requests: list[Asked]) -> list[float]:
+    sizes.append(len(requests))
+    for each in requests:
+        if each.gate:
+            print("at", each.gate, flush=True)
+        while each.gate and not os.path.exists(each.gate):
+            time.sleep(0.01)
+        if each.do == "fail the batch":
+            raise ValueError(f"number {each.n}")
+        if each.do == "gpu":
+            weights[torch.tensor([100]).to("cuda")].sum().item()
+        if each.do == "one less":
+            return [0.0] * (len(requests) - 1)
+        if each.do == "die":
+            os._exit(7)
+    values = (torch.tensor([each.n for each in requests]).to("cuda")[:, None] * weights).sum(1).tolist()
+    return [KeyError("mine") if each.do == "own" else sizes if each.do == "sizes" else value
+            for each, value in zip(requests, values)]
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as node:
+        node.deployed("batched", FUNCTION, batch=8, timeout="5s")
+        yield node
+
+
+def ask(node: TestNode, n: float, do: str = "", gate: str = "", name: str = "batched") -> HttpAnswer:
+    return node.invoke(name, {"n": n, "do": do, "gate": gate})
+
+
+def _running(node: TestNode) -> int:
+    return int(node.status()["functions"]["batched"]["running"])
+
+
+def behind_a_gate(node: TestNode, gate: str, *asked: tuple[float, str]) -> list[HttpAnswer]:
+    """All of them come while a batch of one runs, so that they are the next one, in their order."""
+    path = node.shared / gate
+    answers: list[Any] = [None] * len(asked)
+
+    def call(index: int) -> None:
+        answers[index] = ask(node, *asked[index])
+
+    first = threading.Thread(target=ask, args=(node, 0.0, "", str(path)))
+    first.start()
+    node.wait(lambda: f"at {path}" in node.log_of("batched"), 20, "the first to run")
+    threads = []
+    for index in range(len(asked)):
+        threads.append(threading.Thread(target=call, args=(index,)))
+        threads[-1].start()
+        node.wait(lambda: _running(node) == len(threads) + 1, 20, "it to come")
+    path.touch()
+    for thread in (first, *threads):
+        thread.join()
+    return answers
+
+
+def test_what_comes_while_a_batch_runs_is_the_next_one(node: TestNode) -> None:
+    answers = behind_a_gate(node, "together", *((float(n), "") for n in range(1, 12)))
+    assert [answer.body for answer in answers] == [4.0 * n for n in range(1, 12)]
+    assert ask(node, 1, "sizes").body[-4:] == [1, 8, 3, 1]
+
+
+def test_each_request_keeps_its_own_error(node: TestNode) -> None:
+    answers = behind_a_gate(node, "own", (1, ""), (2, "own"), (3, ""))
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert answers[1].code == "function_raised"
+    assert "KeyError: 'mine'" in answers[1].message
+
+
+@pytest.mark.parametrize(("do", "words"), [("fail the batch", "ValueError: number 2.0"), ("gpu", "IndexError")])
+def test_a_batch_that_fails_is_tried_one_by_one(node: TestNode, do: str, words: str) -> None:
+    answers = behind_a_gate(node, do.replace(" ", "-"), (1, ""), (2, do), (3, ""))
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert [answers[0].body, answers[2].body] == [4.0, 12.0]
+    assert words in answers[1].message
+
+
+def test_a_request_that_is_wrong_is_in_no_batch(node: TestNode) -> None:
+    answer = node.invoke("batched", {"n": "one"})
+    assert (answer.status, answer.code, answer.body["error"]["param"]) == (422, "invalid_request", "$.n")
+    said = node.http("GET", "/functions/batched/schema").body
+    assert said["request"]["$defs"]["Asked"]["required"] == ["n"]
+    assert said["response"] == {"type": "number"}
+    assert ask(node, 1).body == 4.0, "the lease that nothing used has come back"
+
+
+def test_a_wrong_number_of_results_is_the_functions_mistake(node: TestNode) -> None:
+    answer = ask(node, 1, "one less")
+    assert (answer.status, answer.code) == (500, "bad_response")
+    assert "0 results for 1 requests" in answer.message
+
+
+def test_many_clients_are_batched_and_all_are_right(node: TestNode) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda n: ask(node, n).body, range(200))) == [4.0 * n for n in range(200)]
+    sizes = ask(node, 1, "sizes").body
+    assert max(sizes) <= 8
+    assert sum(sizes[-150:]) > 200, "some were together"
+
+
+def test_waiting_for_more_is_bounded_and_alone_nobody_waits(node: TestNode) -> None:
+    node.deployed("patient", FUNCTION, batch=8, batch_wait="50ms")
+    for n in range(5):
+        began_s = time.monotonic()
+        assert ask(node, n, name="patient").body == 4.0 * n
+        assert time.monotonic() - began_s < 5
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda n: ask(node, n, name="patient").body, range(64))) == [4.0 * n for n in range(64)]
+
+
+def test_a_death_fails_its_batch_and_what_comes_next_is_answered(node: TestNode) -> None:
+    answer = ask(node, 1, "die")
+    assert (answer.status, answer.code) == (502, "sandbox_died")
+    assert ask(node, 2).body == 8.0
+
+
+def test_without_batches_they_come_one_by_one(node: TestNode) -> None:
+    node.deployed("alone", FUNCTION)
+    assert ask(node, 3, name="alone").body == 12.0
+    answer = ask(node, 3, "own", name="alone")
+    assert (answer.status, answer.code) == (500, "function_raised")
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "words"),
+    [
+        ({"batch": 1000}, 400, "from 1 to 128"),
+        ({"batch": 8, "concurrency": 8}, 400, "leave one of the two out"),
+        ({"batch": 8, "stateless": True}, 400, "leave one of the two out"),
+        ({"batch_wait": "5ms"}, 400, "--batch 8"),
+        ({"batch": 8}, 422, "handle_batch(state, requests)"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_deploy(node: TestNode, settings: Any, status: int, words: str) -> None:
+    answer = node.deploy("plain", "def handle(state, request): return 1\n", **settings)
+    assert answer.status == status
+    assert words in answer.message
