@@ -125,7 +125,7 @@ class Browser:
 @contextlib.contextmanager
 def running_browser(dark: bool = True) -> Iterator[Browser]:
     """With its driver; both have ended afterwards, and nothing of theirs is left."""
-    with tempfile.TemporaryDirectory(prefix="dm") as directory, reserved_port() as held:
+    with _directory() as directory, reserved_port() as held:
         port = int(held.getsockname()[1])
         environment = {"HOME": directory, "TMPDIR": directory, "PATH": "/usr/bin:/bin"}
         command = [DRIVER, f"--port={port}", "--log-level=SEVERE"]
@@ -139,6 +139,19 @@ def running_browser(dark: bool = True) -> Iterator[Browser]:
         finally:
             driver.terminate()
             driver.wait(30)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """Of the browser's own; its processes may write there for a moment after their session has ended."""
+    directory = tempfile.mkdtemp(prefix="dm")
+    try:
+        yield directory
+    finally:
+        end_s = time.monotonic() + WAIT_S
+        while Path(directory).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            assert time.monotonic() < end_s, f"{directory} is still written to"
 
 
 def _connected(driver: "subprocess.Popen[bytes]", port: int, dark: bool) -> Browser:

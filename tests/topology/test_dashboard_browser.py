@@ -168,7 +168,7 @@ def test_the_keyboard_reaches_everything(node: TestNode, page: Browser) -> None:
     page.run("document.activeElement.select()")
     page.press("7", "tab", "enter")
     page.wait(lambda: page.text("[data-answer]") == "1048576.0", "the answer")
-    assert page.text("[data-answered]").startswith("200 after ")
+    page.wait(lambda: page.text("[data-answered]").startswith("200 after "), "its status and time")
     assert page.text("[data-log]") == ""
     assert "Logs and errors need a key" in page.text("#one")
     page.press("escape")

@@ -43,7 +43,7 @@ export class One {
     this.body.addEventListener("input", () => (this.untouched = false));
     this.title = h("h2", { tabindex: -1 }, name);
     this.form = h("form", { onsubmit: (event) => this.submit(event) }, this.takes, this.body, h("div", { class: "row" }, this.send, this.stop),
-      this.answerSays, this.answer);
+      this.answerSays, this.answer, h("p", { class: "quiet" }, "Files and bytes: ", h("a", { href: "/docs" }, "all functions' forms")));
     this.box.replaceChildren(
       h("p", {}, h("a", { href: "#" }, "All functions")), this.title, this.facts, this.error,
       h("div", { class: "two" },
