@@ -121,9 +121,10 @@ class Issued:
 @torch.inference_mode()
 def replayed_ms(engine: Engine, prompts: list[list[int]]) -> float:
     """What the device alone takes for a step of these sequences: the model's call of one step as a graph."""
-    sequences = [begin(engine, number, each, 8) for number, each in enumerate(prompts)]
-    while any(sequence.left > 1 or not sequence.begun for sequence in sequences):
-        engine.step()
+    sequences = [begin(engine, number, each, 64 + len(prompts)) for number, each in enumerate(prompts)]
+    tokens_each = engine.attention.layout.block_tokens
+    while any(not each.begun or len(each.tokens) > len(each.table.blocks) * tokens_each for each in sequences):
+        engine.step()  # until each has a block for its next token
     offsets = [[engine._offsets[number] for number in sequence.table.blocks] for sequence in sequences]
     tables = [
         StepPart(row, 1, len(each.tokens), at) for row, (each, at) in enumerate(zip(sequences, offsets, strict=True))
