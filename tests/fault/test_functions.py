@@ -37,7 +37,6 @@ def still_good(node: TestNode) -> None:
     ("name", "source", "words"),
     [
         ("syntax", "def load(:\n    pass\n", ["SyntaxError", "line 1"]),
-        ("noload", "def handle(state, request):\n    return 1\n", ["load"]),
         ("nohandle", "def load():\n    return 1\n", ["handle"]),
         ("notcallable", "load = 3\ndef handle(state, request):\n    return 1\n", ["load"]),
         (

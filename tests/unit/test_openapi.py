@@ -73,6 +73,7 @@ def nested(levels: int) -> bytes:
         b"\xff",
         b'{"request": 1, "response": [], "description": {}}',
         nested(100),
+        nested(900),
         nested(5000),
         b'{"request": {"$defs": [1], "$ref": {}, "properties": 3}}',
         b'{"request": {"$ref": "#/$defs/Missing"}}',

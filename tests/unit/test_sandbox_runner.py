@@ -184,7 +184,7 @@ def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert function.handle(function.load(), 1) == [7, 1, origin]
     assert sys.modules.pop("my_function").__name__ == "my_function"
     sys.modules.pop("helper_beside")
-    with pytest.raises(LoadFailure, match="define load"):
+    with pytest.raises(LoadFailure, match="define handle"):
         import_function(b"", origin)
     sys.modules.pop("my_function")
 
