@@ -15,6 +15,9 @@ from dormouse.schemas.errors import ConfigError
 Value = int | float | bool | str | list[str] | dict[str, int | float | str | list[float] | None] | None
 Dtype = Literal["float32", "bfloat16"]
 
+DONE: Final = b"data: [DONE]\n\n"
+"""Ends the events of a streamed answer, in OpenAI's interface."""
+
 ISOLATIONS: Final = ("tenant", "function")
 """Of language models: equal ones of a tenant share a runtime, or each function has its own."""
 

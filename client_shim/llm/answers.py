@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 import orjson
 
+from dormouse.schemas.llm import DONE
+
 Kind = Literal["chat", "completions"]
 
 
 def event(value: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(value)
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass

@@ -114,8 +114,10 @@ class Requests:
         return stats
 
     def leave(self, request: int) -> None:
-        """The client has left; nothing if it was answered."""
-        self._dispatch(e.RequesterLeft(request))
+        """The client has left; nothing if it was answered, or has been told that its stream ends."""
+        stream = self._open[request].stream if request in self._open else None
+        if stream is None or not stream.told_its_end:
+            self._dispatch(e.RequesterLeft(request))
 
     def body(self, request: int) -> Body:
         return self._open[request].body

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DONE
 
 Outcome = e.Answer | e.Fail | e.Drop
 
@@ -35,6 +36,11 @@ class AnswerStream:
         self._idle = False  # :meth:`parts` has given out all that there is, and waits
         self._silence: _Silence | None = None
         self._news = asyncio.Event()
+
+    @property
+    def told_its_end(self) -> bool:
+        """Whether the client has the event after which it may leave. OpenAI's clients do, and wait for no more."""
+        return self.kind == m.SSE and self.last.endswith(DONE)
 
     def put(self, part: bytes) -> None:
         if not part:

@@ -13,8 +13,14 @@ from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.codec import BadResponse, event
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
+from dormouse.core.config import LimitsSection
 from dormouse.core.node.cli_streams import events
+from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.bodies import Body
+from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.requests import Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.schemas import messages as m
 
@@ -40,6 +46,39 @@ def test_parts_are_passed_on_and_what_was_taken_is_told() -> None:
     assert told == m.PartsTaken(request=ticket, nbytes=m.CHUNK_NBYTES + 6)
     assert isinstance(rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))[0], e.Answer)
     assert rig.do(e.ChunkTaken(7, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "left"),
+    [
+        ([b"data: 1\n\n", b"data: [DONE]\n\n"], m.SSE, False),
+        ([b"data: 1\n\ndata: [DONE]\n\n"], m.SSE, False),
+        ([b"data: 1\n\n"], m.SSE, True),
+        ([b"data: [DONE]\n\n", b"data: 2\n\n"], m.SSE, True),
+        ([b"data: [DONE]\n\n"], m.RAW, True),
+    ],
+)
+def test_who_leaves_after_the_last_event_has_not_cancelled(parts: list[bytes], kind: m.StreamKind, left: bool) -> None:
+    """As OpenAI's clients do: the instance's own end may come a moment later."""
+
+    async def told() -> list[e.Event]:
+        events: list[e.Event] = []
+        state = RouterState(loads=1, max_queue=1, prefix="")
+        requests = Requests(LimitsSection(), state, events.append, ServedCounts(print), TenantLimits({}))
+        number, answer = requests.submit("chat", Body(requests.bodies))
+        requests.begun(e.BeginStream(number, kind, e.Timing()))
+        stream = answer.result()
+        assert isinstance(stream, AnswerStream)
+        for each in parts:
+            stream.put(each)
+        taking = stream.parts()
+        for each in parts:
+            assert await anext(taking) == each
+        requests.leave(number)
+        await taking.aclose()
+        return events[1:]
+
+    assert asyncio.run(told()) == [e.RequesterLeft(1)] * left
 
 
 @pytest.mark.parametrize(
