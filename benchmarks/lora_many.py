@@ -6,6 +6,7 @@ node's recording, which has what an executor says of it after each lease and eac
 model takes some 33 MiB of memory here: three hundred want 10 GB.
 """
 
+import itertools
 import tempfile
 import time
 import warnings
@@ -43,6 +44,7 @@ count = 1
 memory = "{memory}"
 threads = 1
 pool = "pages"
+seat_idle_ms = 2000
 [record]
 path = "{record}"
 """
@@ -50,6 +52,7 @@ path = "{record}"
 
 def many(quick: bool) -> tuple[list[Goal], dict[str, Any]]:
     count, names, wrong, lacking = QUICK if quick else ADAPTERS, list[str](), list[str](), list[str]()
+    first_s, pause_s = [0.0], [0.0]
     with tempfile.TemporaryDirectory(prefix="dm") as place:
         folder, record = Path(place), Path(place) / "record"
         make_folder(folder / BASE, never_special(reference("llama")))
@@ -65,15 +68,20 @@ def many(quick: bool) -> tuple[list[Goal], dict[str, Any]]:
             deploy_s = (time.monotonic() - began_s) / count
             began_s = time.monotonic()
             for turn in range(2):
-                asked = prompts(turn, *[PROMPT] * count)
+                asked, asked_s = prompts(turn, *[PROMPT] * count), time.monotonic()
                 streams = [Stream(node.port, *each, NEW) for each in zip(models, asked, strict=True)]
                 for name, stream in zip(models, at_once(streams), strict=True):
                     names.append(name)
+                    first_s += [heard_s - asked_s for heard_s in stream.times_s[:1]]
+                    pause_s += [after - before for before, after in itertools.pairwise(stream.times_s)]
                     if stream.lacking:
                         lacking.append(f"{name}: {stream.lacking}")
                     elif judged(models[name], [stream.prompt], [stream.tokens]).wrong():
                         wrong.append(name)
-            asked_s = time.monotonic() - began_s
+            all_s = time.monotonic() - began_s
+            node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 60, "all leases to end")
+            gpu = node.status()["gpus"]["0"]
+            back = gpu["free_nbytes"] + gpu["weights_nbytes"] + gpu["lost_nbytes"]
             wakes = sum(row["evictions"] for row in node.status()["functions"].values())
         most = most_at_once(Recording(str(record)))
     goals = [
@@ -87,7 +95,15 @@ def many(quick: bool) -> tuple[list[Goal], dict[str, Any]]:
         ),
         Goal(name="times that an adapter left", goal="", measured=wakes, met=True),
         Goal(name="seconds to deploy one", goal="", measured=deploy_s, met=True),
-        Goal(name="seconds until all were answered twice", goal="", measured=asked_s, met=True),
+        Goal(name="seconds until all were answered twice", goal="", measured=all_s, met=True),
+        Goal(name="seconds to a first token, the most", goal="", measured=max(first_s), met=True),
+        Goal(name="seconds from a token to the next, the most", goal="", measured=max(pause_s), met=True),
+        Goal(
+            name="bytes of the GPU that are not back",
+            goal="0",
+            measured=gpu["capacity_nbytes"] - back,
+            met=back == gpu["capacity_nbytes"] and not gpu["kv_nbytes"],
+        ),
     ]
     return goals, {"lacking": lacking, "wrong": wrong}
 

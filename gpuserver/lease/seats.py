@@ -43,11 +43,11 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             missing_nbytes = state.residency.missing_nbytes(wake.instance)
             if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime):
                 return None
-            if adapters.end_one(state) or reclaim.end_one(state, lease.runtime) or adapters.make_leave(state):
+            if adapters.end_one(state) or reclaim.end_one(state, lease.runtime):
                 return None
-            if reclaim.any_left(state, missing_nbytes, wake.worth):  # its own runtime's, which computes for others
+            if reclaim.any_left(state, missing_nbytes, wake.worth):  # its own runtime's: no sequence waits for that
                 return None
-            if not make_leave(state):
+            if not (adapters.make_leave(state) or make_leave(state)):
                 return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)

@@ -1146,3 +1146,19 @@ def test_idle_kv_makes_room_for_an_adapter_of_the_same_runtime_before_its_seat_i
     assert "KvReclaim" in kinds(played.told["g"])
     assert "SeatEnds" not in kinds(played.told["g"])
     assert played.lease("b").state is LeaseState.RUNNING
+
+
+def test_idle_kv_of_a_runtime_goes_before_one_of_its_adapters_that_has_sequences() -> None:
+    """They would stand still, and KV that nobody needs now may never be asked for."""
+    played = Played(granules=5, models="abc", shared="abc", adapters="bc")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.say("g", m.KvWanted(extents=3, nbytes=GRANULE))
+    played.step("g", idle=2)
+    played.do(m.Pause(serial=second))
+    assert played.machine.stats().free_nbytes == 0
+    played.wake("c")
+    assert "MemberLeaves" not in kinds(played.told["g"])
+    assert states_of(played) == {"a": "paused", "b": "paused", "c": "running"}
+    assert len(played.kv["g"]) == 2, "no more than it took"
