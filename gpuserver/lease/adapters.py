@@ -81,10 +81,12 @@ def lost(state: MachineState, lease: HeldLease, segments: Iterable[int]) -> bool
 def want(state: MachineState) -> None:
     """Those without a seat that have sequences ask for a turn, though their runtime may have one."""
     for lease in state.leases.values():
-        away = lease.runtime and lease.state is LeaseState.AWAY and lease.rests_s is None
-        if away and not lease.wants and lease.serial not in state.coming and _adapted(state, lease):
+        books = state.runtimes.get(lease.runtime)
+        if books is None or books.rests or lease.state is not LeaseState.AWAY or lease.rests_s is not None:
+            continue
+        if not lease.wants and lease.serial not in state.coming and _adapted(state, lease):
             lease.wants = True
-            state.emit(m.WantsTurn(serial=lease.serial, due=state.runtimes[lease.runtime].due))
+            state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
 
 
 def _paused(state: MachineState) -> list[HeldLease]:

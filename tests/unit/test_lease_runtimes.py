@@ -1107,6 +1107,21 @@ def test_one_that_is_away_and_has_no_sequence_asks_for_nothing() -> None:
     assert m.WantsTurn(serial=serials[1]) in played.controller
 
 
+def test_none_asks_for_a_seat_while_its_runtime_has_no_sequence() -> None:
+    """Of a lease that is newer than that word nothing is known: two of them would take turns for ever."""
+    played = Played(granules=2, models="abc", shared="abc", adapters="bc")
+    serials = [played.wake("a")]
+    played.do(m.Pause(serial=serials[0]))
+    played.rests("g")
+    for name in "bc":
+        serials.append(played.wake(name))
+        played.do(m.Pause(serial=serials[-1]))
+    assert states_of(played) == {"a": "paused", "b": "away", "c": "paused"}
+    assert m.WantsTurn(serial=serials[1]) not in played.controller
+    played.rests("g", serials[1])
+    assert m.WantsTurn(serial=serials[1]) in played.controller
+
+
 def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> None:
     played = Played(models="abc", shared="ab")
     first = played.wake("a")
