@@ -6,7 +6,9 @@ the default, there is no rule: a prompt is computed as soon as its runtime has a
 Requests of other functions wait by RequestBatches (client_shim/instance/batches.py).
 """
 
+from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 from typing import Final, Generic, NamedTuple, TypeVar
 
 FILL_OR_EXPIRE: Final = "fill-or-expire"
@@ -92,18 +94,25 @@ def _nothing(_: int) -> float:
 
 
 LEARNS: Final = 0.2
-"""Of what was known, so much gives way to what is measured now: five batches tell of a change."""
+"""Of what was known, so much gives way to what is measured now: five arrivals tell of a change."""
+
+RECENT: Final = 5
+"""Of so many batches of a size the median counts: two of them may have waited for copies of the model, which nobody
+here can tell, and three tell of a change.
+"""
 
 
 class BatchTimes:
     """T(b), the seconds that a batch of so many requests takes, as measured."""
 
     def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}  # by count
         self._known: dict[int, float] = {}
 
     def took(self, count: int, seconds: float) -> None:
-        before = self._known.get(count, seconds)
-        self._known[count] = before + LEARNS * (seconds - before)
+        recent = self._recent.setdefault(count, deque(maxlen=RECENT))
+        recent.append(seconds)
+        self._known[count] = median_low(recent)
 
     def of(self, count: int) -> float | None:
         """Between two that are known, on the line between them. Beyond the largest, as if nothing were gained by more;
@@ -135,15 +144,17 @@ class RequestBatches:
         self._gap_s: float | None = None  # recent time between two arrivals
         self._came_s = 0.0
 
-    def came(self, now_s: float) -> None:
-        gap_s, first = now_s - self._came_s, self._came_s == 0.0
+    def came(self, count: int, now_s: float) -> None:
+        """So many, heard together: they have come one by one since the last ones."""
+        gap_s, first = (now_s - self._came_s) / count, self._came_s == 0.0
         self._came_s = now_s
         if not first:
             before = gap_s if self._gap_s is None else self._gap_s
             self._gap_s = before + LEARNS * (gap_s - before)
 
-    def took(self, count: int, seconds: float) -> None:
-        if count:
+    def took(self, count: int, failed: int, seconds: float) -> None:
+        """A batch of so many. One with failures says nothing: all may have been tried again alone."""
+        if count and not failed:
             self.times.took(count, seconds)
 
     def wait_s(self, count: int, waited_s: float) -> float:

@@ -65,13 +65,15 @@ class Batches:
         if timeout_s > 0 and not self._router.has_news:
             self._router.wait([self._router.link], min(timeout_s, 3600.0))
         runs, abandoned = self._router.news()
-        now_s = time.monotonic()
+        now_s, came = time.monotonic(), 0
         for run in runs:
             if isinstance(run, m.Run):
                 self._waiting.append((now_s, run))
-                self._rule.came(now_s)
+                came += 1
             else:
                 self._leaving = True
+        if came:
+            self._rule.came(came, now_s)
         for number in abandoned:
             if found := [each for each in self._waiting if each[1].request == number]:
                 self._waiting.remove(found[0])
@@ -94,7 +96,8 @@ class Batches:
         if self._stream.leased and (late := self._end()) is not None:
             outcomes = [each if isinstance(each, FailedRequest) else late for each in outcomes]
         if failed is None:
-            self._rule.took(len(taken), time.monotonic() - began_s)
+            wrong = sum(isinstance(each, FailedRequest) for each in outcomes)
+            self._rule.took(len(taken), wrong, time.monotonic() - began_s)
         if remains := self._stream.remains():
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._router.send(m.Spoiled(text=remains))

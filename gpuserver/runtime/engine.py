@@ -67,9 +67,17 @@ class Made:
 
 
 class Engine:
-    """See the module. ``grow(blocks)`` asks for memory for so many blocks: whether some has come."""
+    """See the module. ``grow(blocks)`` asks for memory for so many blocks: whether some has come. ``waited_s()``: how
+    long steps have waited for weights, in all.
+    """
 
-    def __init__(self, model: PreTrainedModel, attention: BlockAttention, grow: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: BlockAttention,
+        grow: Callable[[int], bool],
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.model, self.attention = model, attention
         self.layout = attention.layout
         self.blocks = Blocks(self.layout.block_tokens)
@@ -80,7 +88,7 @@ class Engine:
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
         self.step_work: dict[int, StepWork] = {}  # of the last step, by owner
         self.adapters = Adapters(model, attention)
-        self._grow = grow
+        self._grow, self._waited_s = grow, waited_s
         self._vocabulary = int(model.config.vocab_size)
         self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
         self._extents: dict[int, range] = {}
@@ -169,13 +177,13 @@ class Engine:
         self.step_tokens = sum(prompts), len(parts) - len(prompts)
         self.step_work = work_of_nothing(parts)  # unless it is done
         sampling = [part for part in parts if part.samples]
-        began_s = time.perf_counter()
+        began_s, waited_s = time.perf_counter(), self._waited_s()
         logits = self._forward(parts)
         greedy = kernels.largest(logits)[: len(sampling)]
         if bad := [part.sequence.number for part, token in zip(sampling, greedy, strict=True) if token < 0]:
             raise BadLogits(bad)
-        prompt_tokens = sum(part.tokens for part in parts if part.tokens > 1)
-        self.pace.learn(prompt_tokens, (time.perf_counter() - began_s) * 1000)
+        if self._waited_s() == waited_s:  # else it took as long as copies
+            self.pace.learn(self.step_tokens[0], (time.perf_counter() - began_s) * 1000)
         made: list[Made] = []
         self.step_work = step_work(parts)
         for part in parts:

@@ -3,6 +3,7 @@
 Before an extent goes back it is unmapped: the next moment it may be anybody's.
 """
 
+import time
 from typing import Final
 
 from dormouse.gpuserver.runtime.engine import Engine
@@ -26,6 +27,7 @@ class KvExtents:
         self.engine: Engine | None = None
         self._places: dict[int, tuple[int, int]] = {}  # where each is mapped
         self.cost = RecomputeCost()
+        self.waited_s = 0.0  # for room, in all
         link.reclaim = self.reclaim
 
     def grow(self, blocks: int) -> bool:
@@ -35,8 +37,10 @@ class KvExtents:
         per_extent = max(1, EXTENT_NBYTES // block_nbytes)
         wanted = -(-blocks // per_extent)
         wish = max(0, EXTENTS - wanted)
+        began_s = time.perf_counter()
         self._link.say(m.KvWanted(extents=wanted, nbytes=per_extent * block_nbytes, wish=wish))
         given = self._link.wait_for_memory().extents
+        self.waited_s += time.perf_counter() - began_s
         for number, offset in given:
             self._places[number] = offset, per_extent * block_nbytes
             self.engine.add_extent(number, offset, per_extent * block_nbytes)

@@ -281,7 +281,7 @@ class RuntimeProcess:
 
     def _step(self) -> None:
         assert self._engine is not None
-        began_s, waited_s = time.perf_counter(), self._bound.waited_s
+        began_s, waited_s, room_s = time.perf_counter(), self._bound.waited_s, self._kv.waited_s
         known = {each.number for each in self._engine.batch.running}
         self._turn.stepped = True
         # a step that waits for weights takes as long as their copies in any case
@@ -296,16 +296,18 @@ class RuntimeProcess:
                 self._refuse(number, "bad_logits")
             made = []
         self._mapping.settle()  # a turn that is given back is over on the device too
-        busy_us = int((time.perf_counter() - began_s) * 1e6)
+        took_s = time.perf_counter() - began_s
         if made is None:
             self._stuck()
             return
         begun = [each for each in self._engine.batch.running if each.number not in known]
-        self._kv.cost.stepped(busy_us, *self._engine.step_tokens)
+        waited_s, room_s = self._bound.waited_s - waited_s, self._kv.waited_s - room_s
+        if not waited_s:
+            self._kv.cost.stepped(int((took_s - room_s) * 1e6), *self._engine.step_tokens)
         for each in begun:
             if not each.preempted:
                 self._kv.cost.began(each.prompt, each.reused)
-        firsts = self._progress.stepped(began_s, self._bound.waited_s - waited_s, self._engine, made)
+        firsts = self._progress.stepped(began_s, waited_s, room_s, self._engine, made)
         if self._engine.batch.idle:
             self._kv.give_back()
         self._turn.told_idle = True

@@ -69,13 +69,15 @@ class StepProgress:
     def forget(self, number: int) -> None:
         self._waits.pop(number, None)
 
-    def stepped(self, began_s: float, waited_s: float, engine: Engine, made: list[Made]) -> list[SequenceBegun]:
-        """A step that began then and has waited so long for weights. Returns what is known of sequences that have their
-        first token by it.
+    def stepped(
+        self, began_s: float, waited_s: float, room_s: float, engine: Engine, made: list[Made]
+    ) -> list[SequenceBegun]:
+        """A step that began then and has waited so long for weights, and for room for KV. Returns what is known of
+        sequences that have their first token by it.
         """
         now_s = time.perf_counter()
         if not waited_s:
-            self._timer.learn(*engine.step_tokens, (now_s - began_s) * 1e6)
+            self._timer.learn(*engine.step_tokens, (now_s - began_s - room_s) * 1e6)
         if not self._waits:
             return []
         for wait in self._waits.values():

@@ -33,6 +33,9 @@ class ServingModel:
         """Whether it is bound."""
         return self._placed is not None
 
+    def _waited_s(self) -> float:
+        return self._bound.waited_s
+
     def left(self) -> None:
         """The seat is over."""
         self._placed = None
@@ -46,7 +49,7 @@ class ServingModel:
             layout = kv_layout(spec)
             attention = BlockAttention(layout, self._mapping.elements(layout.dtype))
             self._model = models.build(spec, attention)
-            self.engine = self._kv.engine = Engine(self._model, attention, self._kv.grow)
+            self.engine = self._kv.engine = Engine(self._model, attention, self._kv.grow, self._waited_s)
             self._spec = spec
             config, linears = self._model.config, [each for each in self._model.modules() if type(each) is nn.Linear]
             inputs = {each.in_features for each in linears} if member.adapter is not None else set()

@@ -98,16 +98,16 @@ def test_a_runtime_tells_what_a_first_token_took(monkeypatch: pytest.MonkeyPatch
     step = made.step()
     clock.now_s += 2
     assert step == []
-    assert told.stepped(103.0, 1.5, made, step) == []
+    assert told.stepped(103.0, 1.5, 0.0, made, step) == []
     step = made.step()
     assert step is not None
     clock.now_s += 2
-    (token,) = told.stepped(105.0, 0.0, made, step)
+    (token,) = told.stepped(105.0, 0.0, 0.0, made, step)
     wanted = m.FirstToken(number=0, queue_us=3 * US, wake_us=1500_000, prefill_us=2500_000)
     assert (token.told, token.reused) == (wanted, 0)
     step = made.step()
     assert step is not None
-    assert told.stepped(107.0, 0.0, made, step) == [], "it is told once"
+    assert told.stepped(107.0, 0.0, 0.0, made, step) == [], "it is told once"
 
 
 def test_reuse_is_told_even_of_an_answer_of_one_token() -> None:
@@ -117,7 +117,7 @@ def test_reuse_is_told_even_of_an_answer_of_one_token() -> None:
         told.submitted(begin(made, number, prompt, 1))
         step = made.step()
         assert step is not None
-        (token,) = told.stepped(time.perf_counter(), 0.0, made, step)
+        (token,) = told.stepped(time.perf_counter(), 0.0, 0.0, made, step)
         assert token.reused == 48 * number
     changed = told.load(made, [])
     assert changed is not None

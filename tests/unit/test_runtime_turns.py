@@ -1,6 +1,7 @@
 """When a runtime computes: its steps in a turn, how much of prompts is in each; the executor is the test."""
 
 import copy
+import time
 from collections.abc import Iterator
 
 import played_runtime
@@ -9,6 +10,7 @@ from language_models import prompts, reference, wrong_tokens
 from played_runtime import NEW, Played
 
 from dormouse.core.pace import FEW
+from dormouse.core.step_times import step_s
 from dormouse.schemas import messages as m
 
 
@@ -150,3 +152,49 @@ def test_a_step_that_waits_for_weights_says_so_once_until_some_have_come(played:
     assert played.until(m.StepWaits) == ["StepWaits"]
     played.executor.send(m.SegmentsCame(segments=[1]))
     assert played.until(m.Stepped) == ["Tokens", "Stepped"]
+
+
+def test_nothing_is_learned_of_what_a_step_takes_that_waits_for_weights(played: Played) -> None:
+    """It takes as long as they do. Pieces of prompts would be too small for many steps after it."""
+    played.executor.send(m.SeatEnds())
+    played.thread.start()
+    played.said(m.SeatLeft)
+    played.give_base()
+    played.seat(1, 1)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    played.said(m.StepWaits)
+    played.executor.send(m.SegmentsCame(segments=[1]))
+    for _ in range(NEW):
+        played.said(m.Stepped)
+    progress, kv, engine = played.process._progress, played.process._kv, played.process._engine
+    assert engine is not None
+    assert (progress.times, kv.cost.expected_us(1000), engine.pace.tokens(256)) == (None, 0, FEW)
+    played.submit(2, prompts(2, 40)[0])
+    played.said(m.Stepped)
+    assert progress.times is not None
+    assert kv.cost.expected_us(1000) > 0
+    assert engine.pace._token_ms > 0
+
+
+def test_what_a_step_waits_for_room_is_no_part_of_what_steps_take(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, passed_s = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed_s[0])
+    link = played.process._kv._link
+    wait = link.wait_for_memory
+
+    def waits() -> m.KvGiven:
+        passed_s[0] += 100.0
+        return wait()
+
+    monkeypatch.setattr(link, "wait_for_memory", waits)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    assert played.said(m.Stepped).busy_us > 100_000_000, "it had its turn for so long"
+    times = played.process._progress.times
+    assert times is not None
+    assert 0 < step_s(times, 40, 0) < 50
+    assert 0 < played.process._kv.cost.expected_us(40) < 10_000_000
