@@ -145,6 +145,11 @@ class KeyFile:
             return None
         return key
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a key with this id that is not revoked."""
+        key = self._by_id.get(name)
+        return key is not None and key.revoked_s is None
+
     def create(self, wish: Wish, made_by: str, now_s: float) -> tuple[Key, str]:
         """A new key and its token, which can be read nowhere afterwards. Raises ConfigError, OSError."""
         if sum(key.revoked_s is None for key in self._by_id.values()) >= MOST_KEYS:

@@ -100,7 +100,7 @@ class Router(Actor):
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()
-        self._watch = Sampler(self, admin.status)
+        self._watch = Sampler(self, admin.status, gate.admits)
         administer = partial(adminhttp.route, admin, self.scrapes, self._watch, PageFiles())
         application = Application(self, gate, administer, JobsHttp(self._jobs))
         self._http = HttpServer(self, application, self.requests.bodies.unread)

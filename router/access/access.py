@@ -187,6 +187,7 @@ class Caller:
     rights: frozenset[Right]
     tenant: str | None = None
     functions: tuple[str, ...] = ("*",)
+    key: str = ""  # its id; "": who has none
 
     def sees(self, function: str, tenant: str) -> bool:
         return (self.tenant is None or self.tenant == tenant) and self.names(function)
@@ -201,7 +202,7 @@ ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"] | IMPLIED["metric
 
 def with_key(key: Key) -> Caller:
     rights: frozenset[Right] = frozenset().union(*(IMPLIED[scope] for scope in key.scopes))
-    return Caller(f"key {key.id}", None, "", rights, key.tenant, key.functions)
+    return Caller(f"key {key.id}", None, "", rights, key.tenant, key.functions, key.id)
 
 
 def at_the_node(uid: int, user: str) -> Caller:

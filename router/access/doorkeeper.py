@@ -143,6 +143,10 @@ class Doorkeeper:
             (b"access-control-max-age", b"600"),
         )
 
+    def open(self, keys_wanted: bool) -> bool:
+        """Whether anybody may ask for what is OPEN."""
+        return self._may_be_open and (self._open_loopback or not keys_wanted)
+
     def admit(self, route: Route, h: Headers, holder: Caller | None, keys_wanted: bool) -> Caller | Refusal:
         """Who asks, if they may. ``holder``: of the request's key; ``keys_wanted``: there was a key once."""
         if (refusal := self.page_refusal(route.act, h)) is not None:
@@ -159,7 +163,7 @@ class Doorkeeper:
             return holder
         if h.token is not None:
             return _unauthorized("there is no such API key, or it is revoked", needed)
-        if route.act not in OPEN or not self._may_be_open or (keys_wanted and not self._open_loopback):
+        if route.act not in OPEN or not self.open(keys_wanted):
             return _unauthorized("this needs an API key", needed)
         if route.method == "POST" and not _asked_first(h):
             kind = (h.kind or b"none").decode("latin-1")[:100]

@@ -80,6 +80,10 @@ class HttpGate:
             caller = replace(caller, origin=self._origin(scope, h))
         return Entered(route, name, caller, extra)
 
+    def admits(self, caller: Caller) -> bool:
+        """Whether who was let in once, and has stayed, would be let in now."""
+        return self.keys.holds(caller.key) if caller.key else self._rules.open(self.keys.wanted)
+
     def _holder(self, key: Key) -> Caller:
         holder = self._holders.get(key.id)
         if holder is None:

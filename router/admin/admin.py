@@ -8,9 +8,9 @@ adminsocket.py and adminhttp.py are the transports.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 import orjson
 from msgspec import structs
@@ -57,6 +57,9 @@ Called = (
     | a.CreateKey
     | a.RevokeKey
 )
+
+AGAIN_S: Final = 2.0
+"""After which who follows a log is asked for a right to it, though nothing was printed."""
 
 
 class Node(overview.Node, Protocol):
@@ -422,7 +425,9 @@ class Admin:
             log.unfollow(news)
 
     async def logs(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
-        """The log in pieces; without end if ``follow``. Raises HttpError."""
+        """The log in pieces; if ``follow``, until the function is removed, or is not the caller's to read any more.
+        Raises HttpError.
+        """
         self._permit(caller, act)
         picture = self._picture
         known = tenancy.sees(caller, picture, act.name)
@@ -436,7 +441,16 @@ class Admin:
         news = log.follow()
         try:
             yield log.tail(act.lines, act.since_s)
-            while True:
-                yield await news.get()
+            while log.open:
+                piece = b""
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S):
+                        piece = await news.get()
+                if caller.key and not self._keys.holds(caller.key):
+                    return
+                if not left and not tenancy.sees(caller, picture, act.name):
+                    return
+                if piece:
+                    yield piece
         finally:
             log.unfollow(news)

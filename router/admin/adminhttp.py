@@ -175,3 +175,5 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
         x.when_left(own.cancel)
         async for piece in pieces:
             await x.chunk(piece)
+        x.when_left(None)
+        x.end()

@@ -10,6 +10,9 @@ from dormouse.core.problems import broken, late, problems, strangers
 TEXT: Final = 1000
 """Characters of a function's error; the whole is in its log."""
 
+UNREAD: Final = "see its log"
+"""Instead of an error, for those who may not read logs."""
+
 MOST_PROBLEMS: Final = 50
 NAMES: Final = 20
 """Of functions that share bytes with one: hundreds may, each with all others."""
@@ -41,8 +44,13 @@ class NodeView:
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def view(status: dict[str, Any], whole: bool) -> NodeView:
-    """Of what `dormouse status` says to this caller; ``whole``: to one who sees the node."""
+def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
+    """Of what `dormouse status` says to this caller; ``whole``: to one who sees the node; ``reads``: who may read the
+    logs, too.
+    """
+    if not reads:  # a traceback has what the function has
+        rows = {name: row | {"error": row.get("error") and UNREAD} for name, row in status["functions"].items()}
+        status = status | {"functions": rows}
     said = status if whole else status | {"store": None}
     found = [*problems(said), *(strangers(status) if whole else ())]
     more = [f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else []

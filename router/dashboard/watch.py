@@ -25,9 +25,13 @@ from dormouse.router.front.requests import Requests
 from dormouse.schemas import messages as m
 
 MOST: Final = 16
-"""Watchers at once, and of these, OF_TENANTS of callers who do not see the whole node: the rest is for those who do."""
+"""Watchers at once, and of these, OF_TENANTS of tenants and of callers without a key: the rest is for keys that see the
+whole node.
+"""
 
 OF_TENANTS: Final = 12
+OF_ONE: Final = 4
+"""Of one tenant, whatever its keys, and of all callers without a key."""
 
 SPANS_S: Final = 0.25
 """Between two tellings of requests."""
@@ -60,7 +64,7 @@ class Watcher:
 
     write: Callable[[bytes], bool]
     left: "asyncio.Future[None]"
-    rights: list[str]  # of who reads, so that the page does not ask for what it would be refused
+    caller: Caller  # its rights are told, so that the page does not ask for what it would be refused
     behind: bool = True  # it lacks something, and needs a snapshot
     missed: int | None = None  # frames since its snapshot; None: it has had none
 
@@ -78,18 +82,21 @@ class Watcher:
 class _Group:
     """Watchers who see the same."""
 
-    caller: Caller
+    caller: Caller  # one of them
     whole: bool
+    reads: bool  # the texts of errors
     watchers: set[Watcher] = field(default_factory=set)
     seen: NodeView = field(default_factory=NodeView)
 
 
 class Sampler:
-    """``status`` is all that there is to see of the node."""
+    """``status`` is all that there is to see of the node; ``admits`` says whether a caller would be let in now."""
 
-    def __init__(self, node: Node, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        self._node, self._status = node, status
-        self._groups: dict[tuple[str | None, tuple[str, ...]], _Group] = {}
+    def __init__(
+        self, node: Node, status: Callable[[], Awaitable[dict[str, Any]]], admits: Callable[[Caller], bool]
+    ) -> None:
+        self._node, self._status, self._admits = node, status, admits
+        self._groups: dict[tuple[str | None, tuple[str, ...], bool], _Group] = {}
         self._spans: Spans | None = None
         self._sampler: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -109,15 +116,17 @@ class Sampler:
 
     def enter(self, caller: Caller, write: Callable[[bytes], bool]) -> Watcher:
         """The watcher is the caller's to :meth:`leave`. Raises HttpError."""
-        counts = {True: 0, False: 0}
-        for group in self._groups.values():
-            counts[group.whole] += len(group.watchers)
-        whole = tenancy.sees_all(caller)
-        if sum(counts.values()) >= MOST or (not whole and counts[False] >= OF_TENANTS):
+        whole, reads = tenancy.sees_all(caller), "deploy" in caller.rights
+        others = [group for group in self._groups.values() if not (group.whole and group.reads)]
+        of_tenants = sum(len(group.watchers) for group in others)
+        alike = [group for group in others if (group.caller.tenant, group.reads) == (caller.tenant, reads)]
+        of_one = sum(len(group.watchers) for group in alike)
+        bounded = not (whole and reads) and (of_tenants >= OF_TENANTS or of_one >= OF_ONE)
+        if self.watchers >= MOST or bounded:
             text = "too many watch this node already; close other dashboards, or come back later"
             raise HttpError(m.Failure(code="too_many_watchers", status=503, text=text, retryable=True))
-        group = self._groups.setdefault((caller.tenant, caller.functions), _Group(caller, whole))
-        watcher = Watcher(write, asyncio.get_running_loop().create_future(), sorted(caller.rights))
+        group = self._groups.setdefault((caller.tenant, caller.functions, reads), _Group(caller, whole, reads))
+        watcher = Watcher(write, asyncio.get_running_loop().create_future(), caller)
         group.watchers.add(watcher)
         if self._sampler is None:
             self._begin()
@@ -178,6 +187,7 @@ class Sampler:
                 self._news.clear()
                 began_s = loop.time()
                 status = self._last = await self._status()
+                self._let_go()
                 for group in list(self._groups.values()):
                     self._tell(group, status)
                     await asyncio.sleep(0)  # requests first
@@ -190,8 +200,16 @@ class Sampler:
             self._sampler = None
             self.close()
 
+    def _let_go(self) -> None:
+        """Those whose key was revoked, or who have none where one is wanted by now."""
+        watchers = [watcher for group in self._groups.values() for watcher in group.watchers]
+        for watcher in watchers:
+            if not self._admits(watcher.caller):
+                watcher.leave()
+                self.leave(watcher)
+
     def _tell(self, group: _Group, status: dict[str, Any]) -> None:
-        before, now = group.seen, view(tenancy.part_of(group.caller, status), group.whole)
+        before, now = group.seen, view(tenancy.part_of(group.caller, status), group.whole, group.reads)
         group.seen = now
         if changed := difference(before, now):
             self._send(group, "change", changed)
@@ -206,7 +224,7 @@ class Sampler:
         for watcher in behind:
             told = seen | {
                 "whole": group.whole,
-                "rights": watcher.rights,
+                "rights": sorted(watcher.caller.rights),
                 "missed": watcher.missed or 0,
                 "now": time.monotonic(),
             }

@@ -130,6 +130,11 @@ class FunctionLog:
             path.unlink(missing_ok=True)
             _beside(path).unlink(missing_ok=True)
 
+    @property
+    def open(self) -> bool:
+        """Until it is removed, or the node ends."""
+        return not self._file.closed
+
     def close(self) -> None:
         self._file.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
-from dormouse.router.dashboard.watch import MOST
+from dormouse.router.dashboard.watch import OF_ONE
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
@@ -121,6 +121,14 @@ def test_an_executor_that_dies_is_missed_and_found(node: TestNode) -> None:
 def test_the_last_failures_need_a_key_where_the_stream_needs_none(node: TestNode) -> None:
     assert node.invoke("a", "fail").status == 500
     assert node.http("GET", "/admin/functions/a/errors").status == 401
+    raises = 'def load():\n    raise ValueError("SECRET")\ndef handle(state, request): ...\n'
+    with Stream(node) as stream:
+        stream.next()
+        assert node.deploy("a", raises).status != 200
+        while (rows := stream.until("functions")).get("a", {}).get("error") is None:
+            pass
+        assert rows["a"]["error"] == "see its log"
+    node.deployed("a", FUNCTION)
 
 
 def test_the_page_says_what_a_browser_may_do_with_it(node: TestNode) -> None:
@@ -146,7 +154,7 @@ def test_one_that_leaves_watches_no_more(node: TestNode) -> None:
 def test_a_reader_that_hangs_costs_little_and_is_one_of_few(node: TestNode) -> None:
     hanging = []
     try:
-        for _ in range(MOST):
+        for _ in range(OF_ONE):
             raw = socket.create_connection(("127.0.0.1", node.port))
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.sendall(b"GET /admin/watch HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -194,6 +202,29 @@ def test_keys_and_tenants() -> None:
         ]
         assert node.http("GET", "/admin/functions/theirs/errors", headers=mine).code == "unknown_function"
         assert node.http("GET", "/admin/functions/none/errors", headers=mine).code == "unknown_function"
+
+
+def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
+    """And who has none, from when there is one."""
+    with running_node(GPU) as node:
+        node.deployed("a", FUNCTION)
+        with Stream(node) as anybody:
+            assert anybody.next()[0] == "snapshot"
+            key = node.admin.create_key(Wish(scopes=("deploy",)))
+            while anybody.answer.readline():
+                pass
+        following = node.connect(30.0)
+        following.request("GET", "/admin/functions/a/logs?follow=1", headers={"Authorization": f"Bearer {key['key']}"})
+        log = following.getresponse()
+        assert log.readline().startswith(b"--- instance")
+        with Stream(node, key["key"]) as stream:
+            assert stream.next()[0] == "snapshot"
+            node.admin.revoke_key(key["id"])
+            while stream.answer.readline():
+                pass
+        while log.readline():
+            pass
+        following.close()
 
 
 def test_the_end_of_the_node_ends_the_stream() -> None:

@@ -120,6 +120,20 @@ def test_all_that_is_said_over_the_socket_needs_something() -> None:
     assert set(NEEDS) == set(Act)
 
 
+def test_who_stays_is_let_in_until_the_key_is_revoked(node: Node) -> None:
+    """And nobody without one from when the first is made."""
+    without = node.ask("GET", "/admin/watch")
+    assert isinstance(without, Entered)
+    assert node.gate.admits(without.caller)
+    headers = node.key(scopes=("deploy",))
+    assert not node.gate.admits(without.caller)
+    judged = node.ask("GET", "/admin/watch", headers)
+    assert isinstance(judged, Entered)
+    assert node.gate.admits(judged.caller)
+    node.keys.revoke(judged.caller.key, 1.0)
+    assert not node.gate.admits(judged.caller)
+
+
 def test_only_who_is_at_the_node_makes_keys(node: Node) -> None:
     judged = node.ask(headers=JSON | node.key(scopes=("admin",)))
     assert isinstance(judged, Entered)

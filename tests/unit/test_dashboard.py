@@ -17,7 +17,7 @@ from dormouse.router.dashboard import pages, watch
 from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.rows import MOST_PROBLEMS, TEXT, NodeView, difference, view
 from dormouse.router.dashboard.spans import MOST, GpuSpan, Spans
-from dormouse.router.dashboard.watch import OF_TENANTS, Sampler, Watcher
+from dormouse.router.dashboard.watch import OF_ONE, OF_TENANTS, Sampler, Watcher
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
@@ -85,6 +85,14 @@ def test_a_tenant_hears_nothing_of_the_store() -> None:
     key = Caller("key 1", None, "", frozenset({"deploy"}), "shop")
     said = view(tenancy.part_of(key, status("shop-a", "other-b")), False)
     assert (said.problems, said.gpus, set(said.functions)) == ([], {}, {"shop-a"})
+
+
+def test_who_may_not_read_logs_reads_no_errors() -> None:
+    said = status("shop-a", state="failed", error="Traceback\nValueError: SECRET")
+    shown = view(said, True, reads=False)
+    assert shown.functions["shop-a"]["error"] == "see its log"
+    assert shown.problems == ["shop-a is failed: see its log (dormouse logs shop-a)"]
+    assert view(status("shop-a"), True, reads=False).functions["shop-a"]["error"] is None
 
 
 def test_who_shares_is_bounded() -> None:
@@ -178,7 +186,8 @@ class World:
         self.requests: Any = SimpleNamespace(watcher=None)
         self.samples = 0
         self.said = status("shop-a", "other-b")
-        self.sampler = Sampler(self, self._status)
+        self.revoked: set[Caller] = set()
+        self.sampler = Sampler(self, self._status, lambda caller: caller not in self.revoked)
 
     async def _status(self) -> dict[str, Any]:
         self.samples += 1
@@ -256,7 +265,7 @@ def test_the_sampler_begins_with_the_first_and_ends_with_the_last() -> None:
 
 def test_two_of_the_same_rights_are_served_by_one_sample() -> None:
     async def work(world: World) -> None:
-        readers = [Reader(world) for _ in range(5)]
+        readers = [Reader(world) for _ in range(3)]
         for reader in readers:
             await reader.next()
         assert world.samples == 1
@@ -308,18 +317,45 @@ def test_a_tenant_watches_its_own_functions() -> None:
 
 def test_there_are_at_most_so_many() -> None:
     async def work(world: World) -> None:
-        key = Caller("key 1", None, "", frozenset({"deploy"}), "shop")
-        tenants = [Reader(world, key) for _ in range(OF_TENANTS)]
-        with pytest.raises(HttpError) as caught:
-            Reader(world, key)
-        assert (caught.value.failure.status, caught.value.failure.code) == (503, "too_many_watchers")
-        others = [Reader(world) for _ in range(watch.MOST - OF_TENANTS)]
-        with pytest.raises(HttpError):
-            Reader(world)
-        world.sampler.leave(others.pop().watcher)
-        others.append(Reader(world))
-        for reader in (*tenants, *others):
+        def refused(caller: Caller) -> None:
+            with pytest.raises(HttpError) as caught:
+                Reader(world, caller)
+            assert (caught.value.failure.status, caught.value.failure.code) == (503, "too_many_watchers")
+
+        readers = [Reader(world) for _ in range(OF_ONE)]
+        refused(ANYBODY)
+        for tenant in ("shop", "lab"):
+            keys = [Caller("key 1", None, "", frozenset({"deploy"}), tenant, (name,)) for name in ("*", "a", "b", "c")]
+            readers += [Reader(world, key) for key in keys]
+            refused(keys[0])
+        assert len(readers) == OF_TENANTS
+        refused(Caller("key 1", None, "", frozenset({"deploy"}), "third"))
+        whole = Caller("key 2", None, "", frozenset({"deploy", "admin"}))
+        readers += [Reader(world, whole) for _ in range(watch.MOST - OF_TENANTS)]
+        refused(whole)
+        world.sampler.leave(readers.pop().watcher)
+        readers.append(Reader(world, whole))
+        for reader in readers:
             world.sampler.leave(reader.watcher)
+
+    run(work)
+
+
+def test_who_would_not_be_let_in_any_more_watches_no_more() -> None:
+    async def work(world: World) -> None:
+        first, second = (Caller(f"key {n}", None, "", frozenset({"deploy"}), "shop", key=str(n)) for n in (1, 2))
+        stays, goes = Reader(world, first), Reader(world, second)
+        for reader in (stays, goes):
+            assert (await reader.next())[0] == "snapshot"
+        world.revoked.add(second)
+        world.said["functions"]["shop-a"]["queued"] = 3
+        assert (await stays.next())[0] == "change"
+        assert (goes.watcher.left.done(), goes.frames, stays.watcher.left.done()) == (True, [], False)
+        world.revoked.add(first)
+        await asyncio.wait_for(stays.watcher.left, 5)
+        assert not world.sampler.watched
+        for reader in (stays, goes):
+            world.sampler.leave(reader.watcher)  # as the transport does when it has ended
 
     run(work)
 
