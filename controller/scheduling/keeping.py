@@ -33,8 +33,10 @@ PINNED: Final = 2.0**20
 beside what tenants' quotas take off (core/memory/quotas.py): those count first.
 """
 
-SPAN: Final = 400.0
-"""Binary orders of magnitude between the worths on one GPU, where only their order is known: few enough for a float."""
+SPAN: Final = 240.0
+"""Binary orders of magnitude between the worths on one GPU, where only their order is known: fewer than a quota takes
+off, with what a pin adds.
+"""
 
 
 _rank = attrgetter("rank")

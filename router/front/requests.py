@@ -35,10 +35,22 @@ Answered = asyncio.Future[AnswerStream | tuple[Outcome, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """By what others know a request: its X-Request-Id, and its traceparent (tracing.py) or ""."""
+    """By what others know a request: its X-Request-Id, and its traceparent (tracing.py) or "". ``again``: what is
+    turned away is tried again, and nobody hears of it; of a job.
+    """
 
     id: str = ""
     trace: str = ""
+    again: bool = False
+
+
+NOT_RUN: Final = frozenset({429, 503, 504})
+"""Statuses of what may be sent again, if it has not run."""
+
+
+def not_run(outcome: Outcome) -> bool:
+    """Whether it was turned away."""
+    return isinstance(outcome, e.Fail) and outcome.failure.status in NOT_RUN and not outcome.timing.began
 
 
 NO_LABELS: Final = Labels()
@@ -145,7 +157,7 @@ class Requests:
         request.end(outcome, answer)
         if self.watcher is not None:
             self.watcher(outcome)
-        if (stats := request.stats) is None:
+        if (stats := request.stats) is None or (request.labels.again and not_run(outcome)):
             return
         self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)

@@ -6,8 +6,8 @@ A job is::
            <--back--   (it has not run: turned away, or the node ended in good order)
 
 Jobs of one function begin in order, and only a few of them wait in its queue at a time, so that other requests come
-between them. Those that somebody waits for are such other requests, and begin at once. What has ended is kept for
-``keep_s``, or until newer jobs of its tenant need the room.
+between them. The tenant of which least have begun is next. Jobs that somebody waits for are such other requests, and
+begin at once. What has ended is kept for ``keep_s``, or until newer jobs of its tenant need the room.
 """
 
 from collections import Counter, deque
@@ -17,10 +17,11 @@ from enum import Enum
 from itertools import takewhile
 from typing import Final
 
+from dormouse.router.front.bodies import SMALL_NBYTES
 from dormouse.schemas.messages import Failure
 
 MOST_BEGUN: Final = 64
-"""Of a node at a time: their bodies are in memory."""
+"""Of a node at a time: their bodies and answers are in memory."""
 
 AGAIN_S: Final = 1.0
 """After which a job that was turned away is tried again; twice as long each time, up to AGAIN_MOST_S."""
@@ -63,8 +64,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """``keep_s``: of what has ended. The others are of each tenant, and of the node; ``begun_nbytes``: of bodies of
-    jobs that have begun, beside which other requests have room.
+    """``keep_s``: of what has ended. The others are of each tenant, and of the node; ``begun_nbytes``: of larger bodies
+    of jobs that have begun, beside which other requests have room. Of what may have begun a tenant has one of so many
+    ``parts``, also while nobody wants the others: who comes next would have to wait until a job ends.
     """
 
     keep_s: float
@@ -72,12 +74,20 @@ class JobLimits:
     tenant_nbytes: int
     nbytes: int
     begun_nbytes: int
+    parts: int = 1
+
+
+def _room_nbytes(job: Job) -> int:
+    """What its body takes of the room for bodies, once it has begun."""
+    return job.nbytes if job.nbytes > SMALL_NBYTES else 0
 
 
 @dataclass(slots=True)
 class _Tenant:
     jobs: int = 0
     nbytes: int = 0
+    begun: int = 0  # of those that nobody waits for
+    begun_nbytes: int = 0  # of their larger bodies
     ended: deque[Job] = field(default_factory=deque)  # oldest first
 
 
@@ -156,17 +166,33 @@ class JobBook:
         found: Job | None = None
         for function, queue in self._queues.items():
             first = queue[0]
-            if self._begun_nbytes and first.nbytes and self._begun_nbytes + first.nbytes > self.limits.begun_nbytes:
+            if found is not None and self._tenants[first.tenant].begun >= self._tenants[found.tenant].begun:
                 continue
-            if first.due_s <= now_s and self._begun[function] < room(function):
+            if first.due_s <= now_s and self._may_begin(first) and self._begun[function] < room(function):
                 found = first
-                break
         if found is not None:
             self._unqueue(found)
             found.state = JobState.BEGUN
             self._begun[found.function] += 1
-            self._begun_nbytes += found.nbytes
+            self._count_begun(found, 1)
         return found
+
+    def _may_begin(self, job: Job) -> bool:
+        """Whether what the node and its tenant may have begun has room for it. A body alone may be larger."""
+        known, nbytes, most_nbytes, parts = (
+            self._tenants[job.tenant], _room_nbytes(job), self.limits.begun_nbytes, self.limits.parts,
+        )  # fmt: skip
+        if known.begun >= MOST_BEGUN // parts:
+            return False
+        if nbytes and self._begun_nbytes and self._begun_nbytes + nbytes > most_nbytes:
+            return False
+        return not nbytes or not known.begun_nbytes or known.begun_nbytes + nbytes <= most_nbytes // parts
+
+    def _count_begun(self, job: Job, jobs: int) -> None:
+        known, nbytes = self._tenants[job.tenant], jobs * _room_nbytes(job)
+        known.begun += jobs
+        known.begun_nbytes += nbytes
+        self._begun_nbytes += nbytes
 
     def _unqueue(self, job: Job) -> None:
         """A function whose turn it was comes last the next time."""
@@ -200,7 +226,7 @@ class JobBook:
     def _leave(self, job: Job) -> None:
         if not job.patient:
             return
-        self._begun_nbytes -= job.nbytes
+        self._count_begun(job, -1)
         self._begun[job.function] -= 1
         if not self._begun[job.function]:
             del self._begun[job.function]
@@ -247,7 +273,7 @@ class JobBook:
         begun = Counter(job.function for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient)
         assert begun == self._begun
         assert begun.total() <= MOST_BEGUN
-        sizes = [job.nbytes for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient]
+        sizes = [_room_nbytes(job) for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient]
         assert self._begun_nbytes == sum(sizes)
         assert self._begun_nbytes <= self.limits.begun_nbytes or len([nbytes for nbytes in sizes if nbytes]) == 1
         assert self.nbytes == sum(job.nbytes for job in self.jobs.values()) <= self.limits.nbytes
@@ -256,6 +282,9 @@ class JobBook:
             assert (tenant.jobs, tenant.nbytes) == (len(own), sum(job.nbytes for job in own))
             assert {id(job) for job in tenant.ended} == {id(j) for j in own if j.state is JobState.ENDED}
             assert [job.ended_s for job in tenant.ended] == sorted(job.ended_s for job in tenant.ended)
+            having = [_room_nbytes(job) for job in own if job.state is JobState.BEGUN and job.patient]
+            assert (tenant.begun, tenant.begun_nbytes) == (len(having), sum(having))
+            assert tenant.begun <= MOST_BEGUN // self.limits.parts
             assert 0 < tenant.jobs <= self.limits.tenant_jobs
             assert tenant.nbytes <= self.limits.tenant_nbytes
         for scope, job in self.keyed.items():

@@ -19,27 +19,29 @@ from dormouse.core.paths import StatePaths
 from dormouse.router.access.access import Caller
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
-from dormouse.router.decisions.state import InstanceState, Phase, RouterState
+from dormouse.router.decisions.state import InstanceState, Phase, RouterState, most_open
 from dormouse.router.front.bodies import Body, NoRoom
 from dormouse.router.front.exchange import JSON, HttpError, error_answer, foreign, refuse
 from dormouse.router.front.http import server_timing
-from dormouse.router.front.requests import Labels, Requests
+from dormouse.router.front.requests import Labels, Requests, not_run
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.jobs.book import Job, JobBook, JobLimits, JobState
 from dormouse.router.jobs.file import JobFile, JobRow, NotKept, Result
 from dormouse.schemas.messages import Failure
 
-OF_A_MODEL: Final = 16
-"""Jobs of a language model that may have begun: it computes many at once."""
+AT_ONCE: Final = 16
+"""Jobs of a function that may have begun whose instances have many requests at once, as language models have: others
+have places there too.
+"""
+
+PARTS: Final = 2
+"""Of what may have begun on a node of many tenants, one of which a tenant has."""
 
 READ_S: Final = 20.0
 """In which the file is to be read after a start."""
 
 MOST_LISTED: Final = 1000
 """Of a caller's jobs, the newest."""
-
-NOT_RUN: Final = frozenset({429, 503, 504})
-"""Statuses of what may be sent again, if it has not run."""
 
 
 class Node(Protocol):
@@ -85,6 +87,7 @@ class Jobs:
                 tenant_nbytes=parse_nbytes(section.tenant_store),
                 nbytes=parse_nbytes(section.store),
                 begun_nbytes=parse_nbytes(limits.bodies) // 4,
+                parts=1 if node.config.node.tenants == "one" else PARTS,
             )
         )
         self._answer_nbytes, self._wait_s = parse_nbytes(limits.response), section.wait_ms / 1000
@@ -139,8 +142,11 @@ class Jobs:
         begun = [job for job in self.book.jobs.values() if job.state is JobState.BEGUN]
         waiting = [job.id for job in begun if self._waits(job)]
         if self._file is not None:
-            if waiting:
-                await self._do(self._file.back, waiting)
+            try:
+                if waiting:
+                    await self._do(self._file.back, waiting)
+            except NotKept as error:  # they are as if the node had been killed; the rest of the router ends in order
+                self._node.log.error("jobs_not_kept", jobs=len(waiting), reason=str(error))
             self._file.close()
 
     def _waits(self, job: Job) -> bool:
@@ -249,10 +255,11 @@ class Jobs:
         if known is None:
             return 1  # it was removed: its jobs fail
         if known.spec.llm is not None:
-            return OF_A_MODEL
+            return AT_ONCE
         picture = self._node.picture
-        serving = (picture.instances[name] for name in known.instances)
-        return 1 + sum(each.state in (InstanceState.IDLE, InstanceState.BUSY) for each in serving)
+        instances = (picture.instances[name] for name in known.instances)
+        serving = sum(each.state in (InstanceState.IDLE, InstanceState.BUSY) for each in instances)
+        return 1 + max(serving, min(AT_ONCE, serving * most_open(known.spec)))
 
     async def _run(self, job: Job) -> None:
         """From its file through its function and back."""
@@ -301,7 +308,8 @@ class Jobs:
         if job.cancelled or self._stopping:
             body.close()
             return _failed(_cancelled(), given.label)
-        number, future = requests.submit(job.function, body, job.route, Labels(given.label, given.trace))
+        labels = Labels(given.label, given.trace, again=job.patient)
+        number, future = requests.submit(job.function, body, job.route, labels)
         job.request = number
         answer = await future
         kind, timing = "", e.Timing()
@@ -325,7 +333,7 @@ class Jobs:
                 return Result(200, "", kind or outcome.kind or JSON.decode(), tuple(said), data)
             case e.Fail(failure=failure, timing=timing):
                 failed = _failed(failure, given.label, server_timing(timing))
-                return NotRun(failed) if failure.status in NOT_RUN and not timing.began else failed
+                return NotRun(failed) if not_run(outcome) else failed
             case _:
                 return _failed(_cancelled(), given.label)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dormouse.router.front.bodies import SMALL_NBYTES
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.jobs.book import AGAIN_MOST_S, AGAIN_S, MOST_BEGUN, Job, JobBook, JobLimits, JobState
 from dormouse.router.jobs.prefer import MOST_WAIT_S, Preferences, wished
@@ -45,7 +46,9 @@ def _next(book: JobBook, room: Callable[[str], int] = _any, now_s: float = 0.0) 
 
 def test_jobs_of_a_function_begin_in_order_and_functions_in_turn() -> None:
     book = _book(_job("1"), _job("2"), _job("3", "g"), _job("4", "g", tenant="b"))
-    assert [_next(book, lambda _: 2) for _ in range(5)] == ["1", "3", "2", "4", ""]
+    assert [_next(book, lambda _: 2) for _ in range(5)] == ["1", "3", "4", "2", ""], (
+        "then that tenant's of which least have begun"
+    )
 
 
 def test_a_function_has_only_so_many_that_have_begun() -> None:
@@ -72,13 +75,31 @@ def test_a_node_has_only_so_many_that_have_begun() -> None:
     assert [_next(book) for _ in range(MOST_BEGUN + 1)][-2:] == [str(MOST_BEGUN - 1), ""]
 
 
+LARGE = 1 << 20
+
+
 def test_bodies_of_jobs_that_have_begun_leave_room_for_others() -> None:
-    limits = JobLimits(100.0, 1000, 1000, 1000, begun_nbytes=40)
-    sizes = {"1": 90, "2": 20, "3": 20, "4": 5, "5": 0}
+    limits = JobLimits(100.0, 1000, 1 << 30, 1 << 30, begun_nbytes=4 * LARGE)
+    sizes = {"1": 9 * LARGE, "2": 2 * LARGE, "3": 2 * LARGE, "4": LARGE, "5": SMALL_NBYTES}
     book = _book(*(_job(name, f"f{name}", nbytes=nbytes) for name, nbytes in sizes.items()), limits=limits)
-    assert [_next(book) for _ in range(3)] == ["1", "5", ""], "one alone may be larger, and none takes no room"
+    assert [_next(book) for _ in range(3)] == ["1", "5", ""], "one alone may be larger, and a small one takes no room"
     book.end(book.jobs["1"], 7, 200, "", 1.0, 2000.0)
     assert [_next(book) for _ in range(3)] == ["2", "3", ""]
+
+
+def test_a_tenants_jobs_leave_room_for_another_tenants() -> None:
+    limits = JobLimits(100.0, 1000, 1 << 30, 1 << 30, begun_nbytes=4 * LARGE, parts=2)
+    book = _book(*(_job(f"a{number}", f"f{number}", nbytes=LARGE) for number in range(4)), limits=limits)
+    assert [_next(book) for _ in range(3)] == ["a0", "a1", ""], "half of the bodies' room"
+    book.add(_job("b0", "g0", "b", nbytes=2 * LARGE))
+    assert [_next(book) for _ in range(2)] == ["b0", ""]
+    many = (_job(f"a{number}", f"f{number}") for number in range(MOST_BEGUN))
+    book = _book(*many, limits=limits)
+    assert len(list(iter(lambda: _next(book), ""))) == MOST_BEGUN // 2
+    for number in range(3):
+        book.add(_job(f"b{number}", f"g{number}", "b"))
+    book.end(book.jobs["a0"], 7, 200, "", 1.0, 2000.0)
+    assert [_next(book) for _ in range(5)] == ["b0", "b1", "b2", f"a{MOST_BEGUN // 2}", ""], "who has least is next"
 
 
 def test_what_was_turned_away_is_first_again_after_a_while() -> None:
@@ -145,16 +166,20 @@ def test_a_key_means_its_job_until_that_is_forgotten() -> None:
     assert book.keyed == {}
 
 
+LARGE_LIMITS = JobLimits(100.0, 4, 50 * LARGE, 80 * LARGE, begun_nbytes=40 * LARGE, parts=2)
+
+
 class Lives(RuleBasedStateMachine):
     """Every job meets one fate, and no limit is passed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = JobBook(LIMITS)
+        self.book = JobBook(LARGE_LIMITS)
         self.now_s, self.made, self.gone = 0.0, 0, set[str]()
 
-    @rule(function=st.sampled_from("fg"), tenant=st.sampled_from("ab"), nbytes=st.integers(0, 30))
-    def arrives(self, function: str, tenant: str, nbytes: int) -> None:
+    @rule(function=st.sampled_from("fg"), tenant=st.sampled_from("ab"), size=st.integers(0, 30))
+    def arrives(self, function: str, tenant: str, size: int) -> None:
+        nbytes = size * LARGE
         forgotten, failure = self.book.room(tenant, nbytes)
         if failure is not None:
             return
@@ -183,8 +208,9 @@ class Lives(RuleBasedStateMachine):
         self.book.back(data.draw(st.sampled_from(self._begun())), self.now_s)
 
     @precondition(lambda self: any(job.state is not JobState.ENDED for job in self.book.jobs.values()))
-    @rule(data=st.data(), nbytes=st.integers(0, 30))
-    def ends(self, data: Any, nbytes: int) -> None:
+    @rule(data=st.data(), size=st.integers(0, 30))
+    def ends(self, data: Any, size: int) -> None:
+        nbytes = size * LARGE
         open_ = [job for job in self.book.jobs.values() if job.state is not JobState.ENDED]
         job = data.draw(st.sampled_from(open_))
         forgotten, failure = self.book.room_for_answer(job, nbytes)

@@ -8,6 +8,8 @@ from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.holdings import OwnerGroup
+from dormouse.core.memory.quotas import MemoryQuotas
 from dormouse.schemas.messages import PoolStats
 from dormouse.schemas.policy import EVICTIONS
 
@@ -230,3 +232,17 @@ def test_what_is_pinned_leaves_last_and_in_its_order(eviction: str) -> None:
     for model in shelf.models.values():
         model.function.pinned = True
     assert shelf.order() == before
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_pin_does_not_beat_a_quota(eviction: str) -> None:
+    shelf = Shelf(eviction)
+    names = [f"b{number}" for number in range(20)] + ["a1", "a2"]
+    for at_s, name in enumerate(names):
+        shelf.put(name, used_s=float(at_s), arrivals=[float(at_s)])
+    for name in ("a1", "a2"):
+        shelf.models[name].function.pinned = True
+    worth = shelf.keeping.worth(shelf.gpu)
+    held = {OwnerGroup.of("weights", [name]): nbytes for name, nbytes in shelf.gpu.resident.items()}
+    left = list(MemoryQuotas({"a": 100 * MB}, lambda name: name[0]).adjusted(worth, held, {}))
+    assert (left[0], left[-1]) == ("a1", "a2"), "what is beyond it goes first, what is within it last"

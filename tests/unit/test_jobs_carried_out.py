@@ -1,0 +1,95 @@
+"""Jobs between their file and requests, without a node: how many of a function begin, and what is counted of them."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from router_rig import failure, loaded, spec
+
+from dormouse.core.config import LimitsSection, NodeConfig
+from dormouse.core.paths import StatePaths
+from dormouse.router.access.limits import TenantLimits
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.bodies import Body
+from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.requests import Labels, Requests
+from dormouse.router.jobs.book import Job
+from dormouse.router.jobs.jobs import AT_ONCE, Jobs
+from dormouse.schemas import messages as m
+
+
+class Log:
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, dict[str, Any]]] = []
+
+    def error(self, event: str, **said: Any) -> None:
+        self.errors.append((event, said))
+
+
+class Node:
+    """What jobs ask of a router; a request that arrives waits in ``arrived``."""
+
+    def __init__(self, directory: Path, picture: RouterState) -> None:
+        self.config, self.state, self.log, self.picture = NodeConfig(), StatePaths(directory), Log(), picture
+        self.arrived: list[e.Event] = []
+        self.requests = Requests(LimitsSection(), picture, self.arrived.append, ServedCounts(_told), TenantLimits({}))
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        return task
+
+
+def _told(served: m.Served) -> None:
+    pass
+
+
+def test_the_rest_of_the_router_ends_in_order_where_jobs_cannot_be_kept(tmp_path: Path) -> None:
+    async def ends() -> Node:
+        node = Node(tmp_path / "not there", loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        await jobs.knows_jobs()
+        jobs.book.add(Job("1", "f", "a", 1000.0, 5))
+        assert jobs.book.next(lambda _: 1, 0.0) is not None
+        await jobs.stop()
+        return node
+
+    event, said = asyncio.run(ends()).log.errors[-1]
+    assert (event, said["jobs"]) == ("jobs_not_kept", 1)
+
+
+def test_a_function_has_as_many_jobs_as_it_can_have_open(tmp_path: Path) -> None:
+    def room(serving: bool = True, **settings: Any) -> int:
+        rig = loaded(spec(**settings)) if serving else None
+        picture = rig.policy.picture if rig is not None else RouterState(2, 100, "i")
+        return asyncio.run(_room(Node(tmp_path, picture)))
+
+    async def _room(node: Node) -> int:
+        return Jobs(node)._room("f")
+
+    assert [room(), room(concurrency=4), room(batch=3), room(concurrency=32)] == [2, 5, 7, 1 + AT_ONCE]
+    assert room(serving=False) == 1
+
+
+def test_a_try_of_a_job_that_is_turned_away_is_no_error_of_its_function(tmp_path: Path) -> None:
+    async def outcomes(again: bool) -> dict[str, int]:
+        node = Node(tmp_path, loaded().policy.picture)
+        requests = node.requests
+        tries = [
+            e.Fail(0, failure("queue_full", 429), e.Timing()),
+            e.Fail(0, failure("timed_out", 504), e.Timing()),
+            e.Fail(0, failure("sandbox_died", 503), e.Timing(began=True)),
+        ]
+        for each in tries:
+            number, answer = requests.submit("f", Body(requests.bodies), labels=Labels(again=again))
+            requests.settle(e.Fail(number, each.failure, each.timing))
+            assert answer.done()
+        assert requests.stats["f"].late == len(requests.stats["f"].last.of("")) == (1 if again else 3)
+        return dict(requests.stats["f"].outcomes)
+
+    assert asyncio.run(outcomes(again=True)) == {"sandbox_died": 1}
+    assert asyncio.run(outcomes(again=False)) == {"queue_full": 1, "timed_out": 1, "sandbox_died": 1}
