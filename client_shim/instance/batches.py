@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dormouse.client_shim.instance import answer_bodies, context, report
-from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -137,7 +137,7 @@ class Batches:
             assert run.body is not None, "requests of many come in messages"
             try:
                 good.append((run, self._runner.hints.value_of(run.body, run.kind)))
-            except BadRequest as error:
+            except Exception as error:  # code of the types runs here, too
                 found[run.request] = self._failed(error)
         if good:
             found |= zip((run.request for run, _ in good), self._called(good), strict=True)

@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance.batches import FailedRequest, Outcome
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.handler import leave
 from dormouse.schemas import messages as m
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 LEASE_S: Final = 0.25
 """A quarter of the deadline that functions have unless they say otherwise."""
+
+CANCELLED: Final = FailedRequest("cancelled", "the request was cancelled")
 
 _OWNER: Final[ContextVar[int]] = ContextVar("dormouse_owner", default=0)
 
@@ -71,7 +75,7 @@ class Concurrent:
         self._router, self._stream = runner.backend.router, runner.stream
         self._pid = os.getpid()
         self._waiting: deque[m.Run] = deque()
-        self._open: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, asyncio.Task[Outcome]] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}  # by request: all that run for it
         self._owner = 0  # whose commands were recorded last
         self._errors: dict[int, Exception] = {}  # by request: what its commands have ended with
@@ -130,7 +134,7 @@ class Concurrent:
         for run in self._waiting:
             if run.request == number:
                 self._waiting.remove(run)
-                self._send(m.Raised(request=number, code="cancelled", text="the request was cancelled"))
+                self._send(m.Raised(request=number, code=CANCELLED.code, text=CANCELLED.text))
                 return
 
     def _begin(self) -> None:
@@ -139,7 +143,9 @@ class Concurrent:
             own = copy_context()
             own.run(_OWNER.set, run.request)
             own.run(context.begin, run.id, run.trace)
-            self._open[run.request] = self._loop.create_task(self._request(run), context=own)
+            task = self._loop.create_task(self._request(run), context=own)
+            task.add_done_callback(partial(self._ended, run), context=own)
+            self._open[run.request] = task
         if self._leaving and not self._open and not self._waiting and not self._over.done():
             self._over.set_result(None)
 
@@ -190,21 +196,30 @@ class Concurrent:
 
     # --- one request
 
-    async def _request(self, run: m.Run) -> None:
-        """Its answer is sent when it has none of its tasks any more, and its commands were answered for."""
-        answer: m.Returned | m.Raised
-        failed: tuple[str, str, str] | None = None
-        data, kind = b"", ""
+    async def _request(self, run: m.Run) -> Outcome:
+        """It has none of its tasks any more at its end, but for this one. Cancelled before its first step, it has none,
+        and nothing here runs.
+        """
+        answer: Outcome
         try:
-            data, kind = await self._answer(run)
+            answer = await self._answer(run)
         except asyncio.CancelledError:
-            failed = "cancelled", "the request was cancelled", ""
+            answer = CANCELLED
         except BaseException as error:
-            failed = self._failure(error)
+            answer = self._failure(error)
         with suppress(asyncio.CancelledError):  # it is at its end anyway
-            if failed is not None:
+            if isinstance(answer, FailedRequest):
                 await asyncio.sleep(0)  # the step that has raised the error is over, and what it held is gone
             await self._end_tasks(run.request)
+        return answer
+
+    def _ended(self, run: m.Run, task: "asyncio.Task[Outcome]") -> None:
+        """Its answer is sent, however its task has ended, when its commands were answered for."""
+        answer: m.Returned | m.Raised
+        try:
+            outcome = task.result()
+        except asyncio.CancelledError:
+            outcome = CANCELLED
         try:
             if self._owner == run.request:
                 self._stream.answer_for_all()
@@ -215,14 +230,15 @@ class Concurrent:
         except BaseException as error:
             if report.code(error, "") in ("executor_lost", "seat_lost"):
                 self._stream.lose_lease()
-            failed = failed or self._failure(error)
-        if failed is None:
-            answer = m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind)
-        else:
-            code, text, param = failed
+            outcome = outcome if isinstance(outcome, FailedRequest) else self._failure(error)
+        if isinstance(outcome, FailedRequest):
+            code, text, param = outcome
             if code not in report.CLIENTS and code != "cancelled":
                 print(f"{context.current()}:\n{text}", file=sys.stderr, flush=True)
             answer = m.Raised(request=run.request, code=code, text=text, param=param)
+        else:
+            data, kind = outcome
+            answer = m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind)
         if len(self._open) == 1 and (remains := self._stream.remains()):  # what others have may go with them
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._send(m.Spoiled(text=remains))
@@ -230,11 +246,11 @@ class Concurrent:
         self._send(answer)
         del self._open[run.request]
         self._tasks.pop(run.request, None)
-        self._loop.call_soon(self._begin)
+        self._begin()
+        self.stepped()
 
-    def _failure(self, error: BaseException) -> tuple[str, str, str]:
-        code, text = self._runner.verdict(error, "handle()", "function_raised")
-        return code, text, report.param(error)
+    def _failure(self, error: BaseException) -> FailedRequest:
+        return FailedRequest(*self._runner.verdict(error, "handle()", "function_raised"), report.param(error))
 
     async def _answer(self, run: m.Run) -> tuple[bytes, str]:
         assert run.body is not None, "requests of many come in messages"
