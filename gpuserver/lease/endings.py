@@ -62,7 +62,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
 
 
 def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
-    """Where memory lies that is mapped for this lease of its runtime, and for no other one."""
+    """Where memory lies that is mapped for this lease of its runtime, and for no other one that stays."""
 
     def of(instance: str) -> set[int]:
         known = state.instances.get(instance)
@@ -71,7 +71,8 @@ def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
         here = (segment for segment in known.segments if segment in state.residency.pool)  # some may be lost
         return {granule.offset for granule in state.residency.pool.granules(here)}
 
-    stay = [each for each in state.members(lease.runtime) if each is not lease and each.state is not LeaseState.CLOSING]
+    goes = (LeaseState.LEAVING, LeaseState.CLOSING)  # of two that share a granule, the later one names it
+    stay = (each for each in state.members(lease.runtime) if each is not lease and each.state not in goes)
     others = (other.instance for other in stay if not other.vacated)
     return sorted(of(lease.instance).difference(*map(of, others)))
 

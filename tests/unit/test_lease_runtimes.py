@@ -1050,6 +1050,24 @@ def test_those_that_share_a_granule_make_room_together() -> None:
     assert len(played.kv["g"]) == 1
 
 
+def test_who_leaves_a_shared_granule_while_another_is_about_to_names_it() -> None:
+    """Else it stays mapped when it is another's."""
+    played, serials = small_adapters(granules=4)
+    played.slow = True
+    played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
+    assert states_of(played)["b"] == "leaving"
+    played.do(e.SeatUnwanted(serials["c"]))
+    parted = [(each.serial, each.granules) for each in played.parts["g"]]
+    assert parted == [(serials["b"], []), (serials["c"], [GRANULE])]
+    assert GRANULE in played.mapped["g"]
+    assert played.kv["g"] == []
+    played.slow = False
+    played.part("g")
+    assert GRANULE not in played.mapped["g"]
+    assert states_of(played) == {"a": "paused", "b": "away", "d": "paused", "e": "running"}
+    assert len(played.kv["g"]) == 2
+
+
 def test_what_an_adapter_had_is_nobodys_before_its_runtime_has_let_go_of_it() -> None:
     """Though nothing is to be unmapped: a step may be reading it."""
     played, _ = small_adapters(3)
