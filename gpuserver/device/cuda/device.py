@@ -39,7 +39,7 @@ from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 16 << 20
 """0.3 ms of a PCIe 5 link. On an H200, chunks of 4 MiB reach 53.5 GB/s, of 8 MiB 54.4, of 32 MiB 55.1; and each costs
-some 10 us of Python before the first one is on the link, which is the larger part of what a wake takes more."""
+some 10 us of Python before the first one is on the link."""
 
 
 class CudaDevice:

@@ -18,7 +18,7 @@ from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Exported
 
 LARGE_NBYTES: Final = 64 << 20
-"""Mapping one costs what one of the small class costs (an H200: 7 us, and 30 to 50 to grant it), so large weights are
+"""Mapping one costs what one of the small class costs (an H200: 29 to 37 us with its grant), so large weights are
 mapped thirty times faster per byte."""
 
 SMALL_NBYTES: Final = 2 << 20
@@ -26,7 +26,7 @@ SMALL_NBYTES: Final = 2 << 20
 
 LARGE_SHARE: Final = 0.875
 """Of the pool that is made of large granules. Small ones are for small models, for rounding and for KV: to map a byte
-there takes almost as long as to copy it (32 against 38 us for 2 MiB). The pool may use either class for any segment."""
+there takes almost as long as to copy it (29 against 38 us for 2 MiB). The pool may use either class for any segment."""
 
 ADDRESS_NBYTES: Final = 1 << 40
 """Reserved at least, and ADDRESS_FACTOR times the pool: a segment keeps its address while it is not resident. Only
