@@ -81,7 +81,7 @@ class Supervisor:
         self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
         self._evidence = EvidencePages()
         self._restarting_all = False
-        self._empty = asyncio.Event()
+        self._ended = asyncio.Event()  # a process has
         self._outcome: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> None:
@@ -116,7 +116,6 @@ class Supervisor:
             self.log.error("process_not_started", child=role, epoch=epoch, reason=str(error))
             self._lost(role, str(error), ready=False, blamed=False)
             return
-        self._empty.clear()
         self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
 
     def _wanted(self, role: str) -> None:
@@ -181,8 +180,7 @@ class Supervisor:
     def _exited(self, child: RunningRole, status: int) -> None:
         if self.children.get(child.role) is child:
             del self.children[child.role]
-        if not self.children:
-            self._empty.set()
+        self._ended.set()
         if self._stopping:
             return
         words = child.last_words(500)
@@ -302,23 +300,34 @@ class Supervisor:
             self._outcome.set_exception(ProcessFailed(text))
 
     async def _stop(self) -> None:
-        """End every child; router first, so that it can end its instances while the zygote still lives."""
+        """End every child; the router before the others, for it answers its clients and ends its instances while these
+        still live, and takes no end of theirs for a fault.
+        """
         self._stopping = True
         self.service.stopping()
-        for child in list(self.children.values()):
-            child.send(m.Shutdown())
-        if not self.children:
-            self._empty.set()
+        await self._end_all({"router"} & self.children.keys())
+        await self._end_all(set(self.children))
+
+    async def _end_all(self, roles: set[str]) -> None:
+        for role in roles:
+            self.children[role].send(m.Shutdown())
         try:
-            await asyncio.wait_for(self._empty.wait(), STOP_S)
+            async with asyncio.timeout(STOP_S):
+                await self._gone(roles)
         except TimeoutError:
-            for child in list(self.children.values()):
-                child.kill()
-            await self._empty.wait()
+            for role in roles & self.children.keys():
+                self.children[role].kill()
+            await self._gone(roles)
+
+    async def _gone(self, roles: set[str]) -> None:
+        while roles & self.children.keys():
+            self._ended.clear()
+            await self._ended.wait()
 
 
-async def serve(config: NodeConfig, service: ServiceManager) -> None:
+async def serve(config: NodeConfig, service: ServiceManager | None = None) -> None:
     """Run a node until it is told to stop. Raises ConfigError, ProcessFailed."""
+    service = service or ServiceManager()
     paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
     expect_apart(paths.run, state.state)
     state_fd = open_directory(state.state, "state directory", 0o700, links=True)

@@ -85,7 +85,7 @@ def test_models_come_and_go(pool: str) -> None:
 
 
 def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_CUDA_FAIL", "copy:50:700:sticky")  # in each executor's process, the fiftieth copy
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "copy:12:700:sticky")  # in each executor's process, the twelfth copy
     with running_node(config("pages")) as node:
         deploy(node)
         right = failed = 0
