@@ -69,7 +69,7 @@ def errors(cost: StepCost, steps: Sequence[MeasuredStep]) -> list[float]:
 
 def learned(rounds: Sequence[Sequence[MeasuredStep]], steps: Sequence[MeasuredStep]) -> list[float]:
     """Relative errors of what a runtime would expect of these prompts, after it has had all steps of these rounds."""
-    timer = StepTimer()
+    timer = StepTimer(STEP_TOKENS)
     for step in (step for each in rounds for step in each):
         timer.learn(step.prompt, step.sequences, step.seconds * 1e6)
     times = timer.times

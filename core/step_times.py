@@ -11,10 +11,6 @@ from typing import Final
 
 from dormouse.schemas.messages import StepTimes
 
-STEP_TOKENS: Final = 256
-"""Prompt tokens in one step at most, beside those of running sequences: a long prompt must not hold up others' tokens.
-"""
-
 FORGET: Final = 0.98
 """Weight of what was known at each step with prompts: some fifty of them matter."""
 
@@ -32,28 +28,31 @@ _Row = list[float]
 
 def step_s(times: StepTimes, tokens: int, sequences: int) -> float:
     """One step with so many prompt tokens, of the budget at most, and sequences that get a token."""
-    us = times.step_us + times.prompt_token_us * min(tokens, STEP_TOKENS) + times.sequence_us * sequences
+    us = times.step_us + times.prompt_token_us * min(tokens, times.step_tokens) + times.sequence_us * sequences
     return us / 1e6
 
 
 def first_token_s(times: StepTimes, tokens: int, sequences: int) -> float:
     """T: until so many tokens of prompts are computed, beside sequences that get a token in each step."""
-    steps = max(1, -(-tokens // STEP_TOKENS))
+    steps = max(1, -(-tokens // max(1, times.step_tokens)))
     return (steps * (times.step_us + times.sequence_us * sequences) + times.prompt_token_us * tokens) / 1e6
 
 
 def news(times: StepTimes, told: StepTimes | None) -> bool:
     """Whether these differ from what was told last."""
-    if told is None:
+    if told is None or times.step_tokens != told.step_tokens:
         return True
     pairs = [(step_s(times, *probe), step_s(told, *probe)) for probe in PROBES]
     return any(abs(one - other) > NEWS * other for one, other in pairs)
 
 
 class StepTimer:
-    """Least squares of relative errors over the steps of lately; no coefficient is below 0."""
+    """Least squares of relative errors over the steps of lately; no coefficient is below 0. ``step_tokens``: prompt
+    tokens in one step at most.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, step_tokens: int) -> None:
+        self.step_tokens = step_tokens
         self._sums = [[0.0] * 4 for _ in range(3)]  # of the normal equations; the last column is their right side
         self._known = False
 
@@ -97,7 +96,8 @@ class StepTimer:
             kept.remove(kept[found.index(min(found))])  # what would be negative is nothing
         each = dict(zip(kept, found, strict=True))
         return StepTimes(
-            step_us=each.get(0, 0.0), prompt_token_us=each.get(1, 0.0), sequence_us=each.get(2, 0.0)
+            step_us=each.get(0, 0.0), prompt_token_us=each.get(1, 0.0), sequence_us=each.get(2, 0.0),
+            step_tokens=self.step_tokens,
         )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class LlmSection(Section, frozen=True, kw_only=True):
     idle: Time = "2s"
     seat: Time = 0
     turn: Time = 0
+    step_tokens: int = 256
     adapter: Size = 0
     base: str = ""
     isolation: str = "tenant"  # "tenant" | "function"

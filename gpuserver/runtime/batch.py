@@ -99,7 +99,7 @@ class Batch:
         self.blocks = blocks
         self.waiting: JoinQueue[Sequence] = JoinQueue()
         self.running: list[Sequence] = []  # as they began
-        self._step_tokens, self._sequences = step_tokens, sequences
+        self.step_tokens, self._sequences = step_tokens, sequences
         self._pace = pace
         self.brief = False  # others wait for the GPU, or are likely to
         self.wanted = 0  # blocks that the last plan lacked
@@ -166,7 +166,7 @@ class Batch:
         for sequence in list(self.running):
             if sequence in self.running and sequence.left == 1 and sequence.able:
                 self._take(sequence, 1, parts, grow)
-        budget, going_on = self._step_tokens, bool(parts)
+        budget, going_on = self.step_tokens, bool(parts)
         if self.brief and self._pace is not None:
             budget = self._pace.tokens(budget)
         for sequence in list(self.running):
@@ -185,7 +185,7 @@ class Batch:
         """Of its prompt in this step. One that fits into a step is one step's delay to those that go on; a longer one
         would be many, so it takes what its pace allows.
         """
-        if self._pace is not None and going_on and len(sequence.tokens) > self._step_tokens:
+        if self._pace is not None and going_on and len(sequence.tokens) > self.step_tokens:
             budget = self._pace.tokens(budget)
         return min(budget, sequence.left)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from dormouse.core.step_times import StepTimer, news
-from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.gpuserver.runtime.batch import STEP_TOKENS, Sequence
 from dormouse.gpuserver.runtime.deadlines import Deadlines
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
@@ -57,7 +57,7 @@ class StepProgress:
         self._reused_nbytes = 0
         self._told: m.LoadChanged | None = None
         self._told_s = 0.0
-        self._timer = StepTimer()
+        self._timer = StepTimer(STEP_TOKENS)
         self._times: m.StepTimes | None = None  # as told
         self._prompts_told = False  # what was due last had some
 
@@ -77,6 +77,7 @@ class StepProgress:
         """
         now_s = time.perf_counter()
         if not waited_s:
+            self._timer.step_tokens = engine.batch.step_tokens
             self._timer.learn(*engine.step_tokens, (now_s - began_s - room_s) * 1e6)
         if not self._waits:
             return []

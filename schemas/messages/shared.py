@@ -74,12 +74,13 @@ class Arena(Message, frozen=True, kw_only=True):
 
 class StepTimes(Message, frozen=True, kw_only=True):
     """What a step of a language model takes, as measured: any step, and more for each token of prompts in it, and for
-    each sequence that gets a token.
+    each sequence that gets a token. A step has ``step_tokens`` of prompts at most.
     """
 
     step_us: float
     prompt_token_us: float
     sequence_us: float
+    step_tokens: int = 256  # of a runtime whose times were kept before it said so
 
 
 class PromptsDue(Message, frozen=True, kw_only=True):

@@ -135,6 +135,7 @@ def test_policies_that_know_no_streams_are_refused(name: str) -> None:
     [
         ({"kv": None}, r"models\[0\].llm.kv is missing; write it"),
         ({"step": None}, r"models\[0\].llm.step is missing; write it"),
+        ({"step_tokens": 0}, r"models\[0\].llm.step_tokens is 0; write the tokens of prompts"),
         ({"layers": 30}, r"models\[0\].llm.layers is not a key; write one of kv, step, ttft"),
         ({"step": "0ms"}, r"llm.step is '0ms'; write what any step takes"),
         ({"per_prompt": "-1ms"}, r"llm.per_prompt is '-1ms'; write a number above 0"),

@@ -110,6 +110,17 @@ def test_a_runtime_tells_what_a_first_token_took(monkeypatch: pytest.MonkeyPatch
     assert told.stepped(107.0, 0.0, 0.0, made, step) == [], "it is told once"
 
 
+def test_times_have_the_budget_of_the_engine() -> None:
+    """GPUs' steps take more of prompts than those of hosts."""
+    told, made = StepProgress(), engine(reference("llama"), 64, step_tokens=40)
+    begin(made, 0, prompts(1, 100)[0], 4)
+    step = made.step()
+    assert step is not None
+    told.stepped(time.perf_counter() - 1, 0.0, 0.0, made, step)
+    assert told.times is not None
+    assert told.times.step_tokens == 40
+
+
 def test_reuse_is_told_even_of_an_answer_of_one_token() -> None:
     told, made = StepProgress(), engine(reference("llama"), 64)
     prompt = prompts(2, 50)[0]

@@ -134,6 +134,7 @@ def test_isolation_and_tenants_part_runtimes() -> None:
         (tree(context_memory="1.7GB"), "models[1].llm.kv"),
         (tree(at=0, adapter="850MB"), "gpus.memory is 2,000,000,000; chat's runtime, with the base, 3 adapters"),
         (tree(start="soon"), "models[1].llm.start is 'soon'"),
+        (tree(at=1, step_tokens=1024), "models[1].llm.step_tokens is 1024; write 256, as chat has"),
     ],
 )
 def test_bad_values_are_named(changed: dict[str, Any], says: str) -> None:
@@ -149,6 +150,17 @@ def test_another_size_or_a_shared_part_is_refused() -> None:
         with pytest.raises(ConfigError) as refused:
             parse_scenario(changed, "x")
         assert says in str(refused.value)
+
+
+def test_simulated_steps_have_their_budget_in_what_is_learned() -> None:
+    """A prompt of 600 tokens in one step: 0.02 s, and 1 ms for each token."""
+    alone = adapted(prompt=600)
+    assert alone.llm is not None
+    model = msgspec.structs.replace(alone, llm=msgspec.structs.replace(alone.llm, step_tokens=1024))
+    log = watched(simulation := made([model]))
+    _, streams = run(simulation, (0.0, 0), (3.0, 0))
+    assert streams.first_s[1] == pytest.approx(0.62)
+    assert {event.times.step_tokens for _, event, _ in log if isinstance(event, ev.StepsTimed)} == {1024}
 
 
 def test_a_run_with_adapters_is_the_same_twice() -> None:

@@ -56,6 +56,8 @@ def read_llm(
         f"the longest prompt and output together are {longest:,} tokens: write at least that, or shorter ones",
     )
     check.need(1 <= llm.context <= MOST_TOKENS, f"{at}.context", llm.context, f"write 1 to {MOST_TOKENS:,} tokens")
+    wrong = "write the tokens of prompts that a step has at most: 256, and 1024 as on CUDA devices"
+    check.need(llm.step_tokens >= 1, f"{at}.step_tokens", llm.step_tokens, wrong)
     context_nbytes = 0
     if llm.context_memory not in (0, "0", ""):
         context_nbytes = check.nbytes(f"{at}.context_memory", llm.context_memory)
@@ -82,6 +84,7 @@ def read_llm(
         group=adapter[1],
         context_nbytes=context_nbytes,
         start_s=_or_0(check, f"{at}.start", llm.start),
+        step_tokens=llm.step_tokens,
     )
 
 

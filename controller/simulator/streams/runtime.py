@@ -36,7 +36,7 @@ class SimulatedRuntime:
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
         self.prompts = False  # it has said that it has some, since it wants a turn
-        self.timer = StepTimer()
+        self.timer = StepTimer(spec.step_tokens)
         self.times: StepTimes | None = None  # as told
         self.fresh, self.cold = True, False  # the seat has had no step
         self.lives = 0
