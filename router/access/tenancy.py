@@ -3,6 +3,7 @@
 Only one thing cannot be hidden: that a name is taken, because all functions of a node have one space of names.
 """
 
+from collections.abc import Container
 from typing import Any
 
 from dormouse.router.access.access import Caller
@@ -24,6 +25,17 @@ def serves(caller: Caller, p: RouterState, name: str) -> bool:
 
 def sees_all(caller: Caller) -> bool:
     return caller.tenant is None and caller.functions == ("*",)
+
+
+def pin_refusal(caller: Caller, p: RouterState, name: str, bounded: Container[str]) -> Failure | None:
+    """Why this caller, who sees it, may not pin that. ``bounded``: tenants that may keep only so much on a GPU."""
+    if p.one_tenant or "admin" in caller.rights or all(tenant in bounded for tenant in _tenants(p, name)):
+        return None
+    text = (
+        f"{caller.name} may not pin here: its tenant's memory on GPUs is not limited, so models of others would leave "
+        "before all that it pins; ask whoever runs this node to pin it, or for [tenants.NAME] gpu_memory"
+    )
+    return Failure(code="scope_missing", status=403, text=text)
 
 
 def _tenants(p: RouterState, name: str) -> set[str]:

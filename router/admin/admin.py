@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, assert_never
 import orjson
 from msgspec import structs
 
+from dormouse.core import tenants
 from dormouse.core.audit import Audit
 from dormouse.core.keys import KeyFile, shown
 from dormouse.core.modelfolder import ADAPTER
@@ -159,6 +160,9 @@ class Admin:
             case a.Pin(name=name, pinned=pinned):
                 with self._audited(caller, act, name):
                     await self._permit_seen(caller, act, name)
+                    bounded = tenants.gpu_nbytes(self._node.config.tenants)
+                    if pinned and (failure := tenancy.pin_refusal(caller, self._picture, name, bounded)) is not None:
+                        raise HttpError(failure)
                     answer = await self._asks.pin(name, pinned)
                     if answer is None:
                         raise HttpError(failures.starting())

@@ -4,6 +4,7 @@ import pytest
 
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,3 +62,16 @@ def test_a_pinned_model_stays() -> None:
         assert (_pinned(node), _place(node, "a")) == (False, "host")
         with pytest.raises(CallRefused):
             node.admin.pin("nobody", True)
+
+
+def test_who_deploys_pins_within_a_quota() -> None:
+    config = '[gpu]\ncount = 1\nmemory = "16MiB"\nthreads = 1\n[tenants.bounded]\ngpu_memory = "8MiB"\n'
+    with running_node(config, node='tenants = "many"') as node:
+        codes = []
+        for tenant in ("bounded", "free"):
+            node.deployed(tenant, FUNCTION.replace("NUMBER", "1."), tenant=tenant)
+            key = node.admin.create_key(Wish(tenant=tenant, scopes=("deploy",)))["key"]
+            for method in ("PUT", "DELETE"):
+                told = node.http(method, f"/admin/functions/{tenant}/pin", headers={"Authorization": f"Bearer {key}"})
+                codes.append((told.status, told.code if told.status != 200 else ""))
+        assert codes == [(200, ""), (200, ""), (403, "scope_missing"), (200, "")]

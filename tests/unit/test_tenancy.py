@@ -94,3 +94,15 @@ def test_a_status_is_the_tenants_own() -> None:
     assert list(shown["tenants"]) == ["a"]
     assert set(shown) == set(STATUS), "what prints a whole one prints this"
     assert list(tenancy.part_of(caller("a", ("oth*",)), STATUS)["functions"]) == ["other"]
+
+
+def test_a_tenant_without_a_quota_does_not_pin(rig: Rig) -> None:
+    p = rig.policy.picture
+    deployer = Caller("key 1", None, "1.2.3.4:5", frozenset({"deploy"}), "a")
+    refusal = tenancy.pin_refusal(deployer, p, "mine", {"b"})
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (403, "scope_missing")
+    assert tenancy.pin_refusal(deployer, p, "mine", {"a"}) is None, "a pin does not beat a quota"
+    assert tenancy.pin_refusal(caller("a"), p, "mine", {}) is None, "with admin"
+    p.one_tenant = True
+    assert tenancy.pin_refusal(deployer, p, "mine", {}) is None, "there are no others"
