@@ -123,6 +123,7 @@ class Bodies:
             raise
 
     def give(self, nbytes: int) -> None:
+        """Back. Less than none: of what came and nobody could keep waiting; who asks for room waits for it."""
         self.taken_nbytes -= nbytes
         self._admit()
 

@@ -55,6 +55,7 @@ class Job:
     request: int | None = None  # its number among requests, while it is one
     cancelled: bool = False  # while it is BEGUN: to be ended
     tries: int = 0
+    came_nbytes: int = 0  # of its answer, until that is kept
     due_s: float = 0.0  # not to begin before
     ended_s: float = 0.0
     ended: float = 0.0

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple, Protocol
@@ -94,6 +95,7 @@ class Jobs:
         self._file: JobFile | None = None
         self._read = asyncio.Event()
         self._number = 0
+        self._answers = Counter[str]()  # bytes that are here of jobs that have not ended, by tenant
         self._waiting: dict[str, list[asyncio.Future[Result | None]]] = {}  # by job
         self._stopping = False
         self._timer = DueTimer(self._go_on)
@@ -237,7 +239,7 @@ class Jobs:
             self._forget(expired)
             self._node.spawn(self._erase([job.id for job in expired]))
         while self._node.picture.catalogue_known and (job := self.book.next(self._room, now_s)) is not None:
-            self._node.spawn(self._run(job))
+            self._node.spawn(self._runs(job))
         due_s = self.book.next_due_s(now_s)
         self._timer.set(None if due_s == float("inf") else due_s)
 
@@ -254,12 +256,21 @@ class Jobs:
         known = self._node.picture.functions.get(function)
         if known is None:
             return 1  # it was removed: its jobs fail
+        if self._answers[known.spec.tenant] >= self.book.limits.begun_nbytes // self.book.limits.parts:
+            return 0
         if known.spec.llm is not None:
             return AT_ONCE
         picture = self._node.picture
         instances = (picture.instances[name] for name in known.instances)
         serving = sum(each.state in (InstanceState.IDLE, InstanceState.BUSY) for each in instances)
         return 1 + max(serving, min(AT_ONCE, serving * most_open(known.spec)))
+
+    async def _runs(self, job: Job) -> None:
+        try:
+            await self._run(job)
+        finally:
+            self._has(job, -job.came_nbytes)
+            self._go_on()
 
     async def _run(self, job: Job) -> None:
         """From its file through its function and back."""
@@ -291,7 +302,14 @@ class Jobs:
                 await self._do(self._known_file.back, [job.id])
             except NotKept as error:
                 self._node.log.error("job_not_kept", job=job.id, reason=str(error))
-        self._go_on()
+
+    def _has(self, job: Job, nbytes: int) -> None:
+        """So many bytes more of its answer, or fewer."""
+        job.came_nbytes += nbytes
+        self._answers[job.tenant] += nbytes
+        if not self._answers[job.tenant]:
+            del self._answers[job.tenant]
+        self._node.requests.bodies.give(-nbytes)
 
     async def _outcome(self, job: Job) -> Result | NotRun:
         """What its function answers. Raises NotKept, NoRoom."""
@@ -315,17 +333,17 @@ class Jobs:
         kind, timing = "", e.Timing()
         if isinstance(answer, AnswerStream):
             kind, parts = answer.kind, []
-            nbytes = 0
             async with aclosing(answer.parts()) as coming:
                 async for part in coming:
-                    nbytes += len(part)
-                    if nbytes > self._answer_nbytes:
+                    self._has(job, len(part))
+                    if job.came_nbytes > self._answer_nbytes:
                         requests.leave(number)
                         return _failed(_too_large(self._answer_nbytes), given.label)
                     parts.append(part)
             outcome, data, timing = answer.outcome, b"".join(parts), answer.timing
         else:
             outcome, data = answer
+            self._has(job, len(data))
         match outcome:
             case e.Answer():
                 said = [server_timing(timing if kind else outcome.timing)]

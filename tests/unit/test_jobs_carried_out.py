@@ -1,7 +1,7 @@
 """Jobs between their file and requests, without a node: how many of a function begin, and what is counted of them."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.jobs.book import Job
-from dormouse.router.jobs.jobs import AT_ONCE, Jobs
+from dormouse.router.jobs.jobs import AT_ONCE, Jobs, KeptRequest
 from dormouse.schemas import messages as m
 
 
@@ -32,15 +32,24 @@ class Node:
     """What jobs ask of a router; a request that arrives waits in ``arrived``."""
 
     def __init__(self, directory: Path, picture: RouterState) -> None:
-        self.config, self.state, self.log, self.picture = NodeConfig(), StatePaths(directory), Log(), picture
+        self.config = NodeConfig(limits=LimitsSection(bodies="16MiB"))
+        self.state, self.log, self.picture = StatePaths(directory), Log(), picture
         self.arrived: list[e.Event] = []
-        self.requests = Requests(LimitsSection(), picture, self.arrived.append, ServedCounts(_told), TenantLimits({}))
+        self.requests = Requests(
+            self.config.limits, picture, self.arrived.append, ServedCounts(_told), TenantLimits({})
+        )
         self.tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         return task
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """A thread has the file, and no event says that all is done."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 def _told(served: m.Served) -> None:
@@ -93,3 +102,35 @@ def test_a_try_of_a_job_that_is_turned_away_is_no_error_of_its_function(tmp_path
 
     assert asyncio.run(outcomes(again=True)) == {"sandbox_died": 1}
     assert asyncio.run(outcomes(again=False)) == {"queue_full": 1, "timed_out": 1, "sandbox_died": 1}
+
+
+def test_answers_of_jobs_count_as_bodies_do_until_they_are_kept(tmp_path: Path) -> None:
+    async def held() -> list[tuple[int, int]]:
+        node = Node(tmp_path, loaded().policy.picture)
+        jobs, bodies = Jobs(node), node.requests.bodies
+        jobs.open()
+        node.requests.catalogue_known.set()
+        body = Body(bodies)
+        await body.add(b"1", 1)
+        asked = KeptRequest("f", "", Labels(), "", True)
+        job, _ = await jobs.take(asked, body.complete())
+        await until(lambda: bool(node.arrived))
+        (arrived,) = node.arrived
+        assert isinstance(arrived, e.Arrived)
+        most = jobs.book.limits.begun_nbytes
+        told = list[tuple[int, int]]()
+        node.requests.begun(e.BeginStream(arrived.request, m.SSE, e.Timing()))
+        for nbytes in (5, most - 5):
+            node.requests.passed([(arrived.request, bytes(nbytes))])
+            await until(lambda: bodies.taken_nbytes > (told[-1][0] if told else 0))
+            told.append((bodies.taken_nbytes, jobs._room("f")))
+        ended = asyncio.ensure_future(jobs.ended(job, None))
+        node.requests.settle(e.Drop(arrived.request))
+        await ended
+        await until(lambda: not bodies.taken_nbytes)
+        told.append((bodies.taken_nbytes, jobs._room("f")))
+        await jobs.stop()
+        return told
+
+    most = 4 << 20
+    assert asyncio.run(held()) == [(5, 2), (most, 0), (0, 2)]
