@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import assert_never
@@ -264,6 +265,9 @@ class Router(Actor):
                 if self._watch is not None:
                     self._watch.poke()
             case e.NewVersion(spec=spec):
+                before = self._history.of(spec.name)
+                if before and before[-1].spec.tenant != spec.tenant:
+                    self._begin_log(spec)
                 self._discard(self._history.deployed(spec, time.time()))
             case e.Discard(spec=spec):
                 gone = [spec] if spec.name in self.picture.functions else [spec, *self._history.removed(spec.name)]
@@ -273,6 +277,16 @@ class Router(Actor):
                 self.log.warning("function_note", function=name, text=text)
             case _:
                 assert_never(action)
+
+    def _begin_log(self, spec: m.FunctionSpec) -> None:
+        """Another tenant has the name from now on: what was printed before is not for its eyes."""
+        self._logs.remove(spec.name)
+        for name, instance in self.picture.instances.items():
+            host = self.instances.hosts.get(name)
+            alike = (instance.spec.name, instance.spec.tenant) == (spec.name, spec.tenant)
+            if alike and host is not None and host.log_pipe is not None:
+                with suppress(OSError):  # a full disk: what it prints is lost, and nothing else
+                    host.log_pipe.log = self._logs.of(spec.name)
 
     def _discard(self, specs: Iterable[m.FunctionSpec]) -> None:
         for spec in specs:

@@ -152,7 +152,7 @@ class Admin:
                 return await self._usage(caller, act)
             case a.Versions(name=name):
                 await self._permit_seen(caller, act, name)
-                return {"versions": [_version(each) for each in reversed(self._history.of(name))]}
+                return {"versions": [_version(each) for each in reversed(self._versions(caller, name))]}
             case a.Rollback(name=name):
                 with self._audited(caller, act, name):
                     await self._permit_seen(caller, act, name)
@@ -218,7 +218,7 @@ class Admin:
 
     async def _roll_back(self, caller: Caller, act: a.Rollback) -> dict[str, Any]:
         """Raises HttpError."""
-        earlier = self._history.of(act.name)[:-1]
+        earlier = self._versions(caller, act.name)[:-1]
         found = [each for each in earlier if act.version in (0, each.spec.version)]
         if not found:
             kept = ", ".join(str(each.spec.version) for each in earlier) or "none"
@@ -231,6 +231,10 @@ class Admin:
         assert settled.spec is not None
         answer = {"name": act.name, "version": settled.spec.version, "as": spec.version}
         return answer | ({"warning": settled.warning} if settled.warning else {})
+
+    def _versions(self, caller: Caller, name: str) -> list[Version]:
+        """Oldest first, without those of another tenant that has had the name."""
+        return [each for each in self._history.of(name) if caller.sees(name, each.spec.tenant)]
 
     def _last(self, caller: Caller, act: a.RecentRequests) -> list[dict[str, Any]]:
         """Of the caller's functions, the newest first; of slow ones, the slowest."""
@@ -254,7 +258,8 @@ class Admin:
         await self._requests.knows_catalogue()
         if not tenancy.sees(caller, self._picture, name):
             raise HttpError(queueing.absent(self._picture, name))
-        stats = self._requests.stats.get(name)
+        function = self._picture.functions.get(name)
+        stats = None if function is None else overview.own(self._requests.stats, function.spec)
         return {"errors": [] if stats is None else [error._asdict() for error in reversed(stats.last_errors)]}
 
     async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
 from dormouse.router.front.stats import FunctionStats
+from dormouse.schemas.messages import FunctionSpec
 
 OPTIONAL: Final = {"metrics"}
 """Roles that a node may have or not."""
@@ -43,6 +44,12 @@ NOTHING: Final = FunctionStats()
 def running(instance: Instance) -> int:
     """Requests that it has. A language model's has many."""
     return len(instance.open) if most_open(instance.spec) else int(instance.state is InstanceState.BUSY)
+
+
+def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | None:
+    """What is counted of it; None of what another tenant has had under its name, or if nobody has asked."""
+    found = stats.get(spec.name)
+    return found if found is not None and found.tenant == spec.tenant else None
 
 
 def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
@@ -81,7 +88,7 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "writes": function.writes,
                 "queued": len(function.queue),
                 "running": sum(running(picture.instances[each]) for each in function.instances),
-                **(stat := stats.get(name, NOTHING)).summary(),
+                **(stat := own(stats, spec) or NOTHING).summary(),
                 "llm": None
                 if spec.llm is None
                 else stat.tokens_summary(spec.llm, spec.percentile)

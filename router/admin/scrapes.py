@@ -120,7 +120,7 @@ class Scrapes:
             raise PeerLost("it has died meanwhile")
         picture, stats, now_s = self._node.picture, self._node.requests.stats, time.monotonic()
         functions = [
-            counted(picture, name, function, stats.get(name), now_s, now_s - self._began_s)
+            counted(picture, name, function, overview.own(stats, function.spec), now_s, now_s - self._began_s)
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
         ]

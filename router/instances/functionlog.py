@@ -158,8 +158,9 @@ class FunctionLogs:
         return self._logs[name]
 
     def remove(self, name: str) -> None:
-        if (log := self._logs.pop(name, None)) is not None:
-            log.remove()
+        if name in self._logs or self.path(name).exists():  # it may be of before the router's start
+            self.of(name).remove()
+            del self._logs[name]
 
     def close(self) -> None:
         for log in self._logs.values():
@@ -173,7 +174,7 @@ class LogPipe:
 
     def __init__(self, log: FunctionLog, told: Callable[[], None] = lambda: None) -> None:
         """``told`` is called when something was printed."""
-        self._log, self._told = log, told
+        self.log, self._told = log, told
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         self._loop = asyncio.get_running_loop()
@@ -186,7 +187,7 @@ class LogPipe:
         except BlockingIOError:
             return False
         if data:
-            self._log.write(data)
+            self.log.write(data)
             self._told()
         else:
             self._loop.remove_reader(self._read_fd)

@@ -119,3 +119,26 @@ def test_the_same_over_http(node: TestNode) -> None:
     assert [(row["function"], row["outcome"]) for row in rows] == [("f", "ok")]
     assert asked("GET", "requests?kind=odd").code == "bad_request"
     assert asked("GET", "functions/f/logs?since=never").code == "bad_request"
+
+
+def test_another_tenants_version_takes_over_no_past() -> None:
+    """An administrator may give a name to another tenant; what was before is not shown to it."""
+    says = 'def load():\n    print("by WHO")\ndef handle(state, request):\n    print("asked WHO")\n    1 / request\n'
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n', node='tenants = "many"') as node:
+        node.deployed("f", says.replace("WHO", "old"), tenant="old")
+        assert node.invoke("f", 0).status == 500
+        node.deployed("f", says.replace("WHO", "new"), tenant="new")
+        key = node.admin.create_key(Wish(scopes=("deploy", "invoke"), tenant="new"))["key"]
+        headers = {"Authorization": f"Bearer {key}"}
+
+        def seen(what: str) -> Any:
+            return node.http("GET", f"/admin/functions/f/{what}", headers=headers).body
+
+        assert seen("errors") == {"errors": []}
+        assert [row["tenant"] for row in seen("versions")["versions"]] == ["new"]
+        (row,) = node.http("GET", "/admin/functions", headers=headers).body["functions"]
+        assert (row["requests"], row["errors"]) == (0, 0)
+        assert node.http("POST", "/functions/f/invoke", 0, headers=headers).status == 500
+        node.wait(lambda: "asked new" in node.log_of("f"), 20, "its print")
+        assert "old" not in node.log_of("f")
+        assert [row["tenant"] for row in node.admin.versions("f")] == ["new", "old"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, LogPipe, TimeMarks
+from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, FunctionLogs, LogPipe, TimeMarks
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
@@ -109,3 +109,14 @@ def test_a_slow_follower_loses_some_and_blocks_nobody(tmp_path: Path) -> None:
         log.write(b"x")
     assert news.full()
     log.close()
+
+
+def test_a_log_of_before_the_start_is_removed_too(tmp_path: Path) -> None:
+    """Else whoever has the name next would read it."""
+    before = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
+    before.write(b"printed\n")
+    before.close()
+    logs = FunctionLogs(lambda name: tmp_path / f"fn-{name}.log", 100)
+    logs.remove("f")
+    logs.remove("other")
+    assert list(tmp_path.iterdir()) == []
