@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import shutil
+import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -415,6 +417,30 @@ def test_all_files_are_served_and_nothing_else() -> None:
     for name in ("none.js", "pages.py"):
         with pytest.raises(HttpError):
             files.file(name)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_a_schema_that_names_itself_is_written_out_up_to_a_bound() -> None:
+    """60 fields of its own type, 12 levels deep, are millions."""
+    itself = {"type": "object", "properties": {f"p{n}": {"$ref": "#/$defs/A"} for n in range(60)}}
+    plain = {"type": "object", "properties": {"text": {"$ref": "#/$defs/T"}}, "$defs": {"T": {"type": "string"}}}
+    script = f"""
+        import {{ example, resolved }} from {orjson.dumps((pages.PLACE / "schema.js").as_uri()).decode()};
+        const nodes = (value) => value !== null && typeof value === "object"
+          ? Object.values(value).reduce((sum, each) => sum + nodes(each), 1) : 1;
+        const [itself, plain] = {orjson.dumps([{"$ref": "#/$defs/A", "$defs": {"A": itself}}, plain]).decode()};
+        const written = resolved(itself);
+        const fields = Object.keys(example(written)).length;
+        console.log(JSON.stringify([nodes(written), fields, resolved(plain), example(resolved(plain))]));
+    """
+    command = ["node", "--input-type=module", "--eval", script]
+    nodes, fields, shown, first = orjson.loads(
+        subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    )
+    assert 1000 < nodes < 4000
+    assert fields == 60
+    assert shown == {"type": "object", "properties": {"text": {"type": "string"}}}
+    assert first == {"text": ""}
 
 
 def test_no_file_makes_markup_of_text_or_asks_another_host() -> None:

@@ -1,6 +1,7 @@
 // One function: how it does, its log, its last errors, and a form to try it.
 
 import { h, ms, percent, size, text } from "/dashboard/dom.js";
+import { example, resolved } from "/dashboard/schema.js";
 import { call, events, pieces, refusal } from "/dashboard/stream.js";
 
 const LOG_CHARACTERS = 200_000; // what is older is not kept here; the node has it
@@ -170,7 +171,7 @@ export class One {
       if (!answer.ok || name !== this.name) return;
       const { request, response, description } = await answer.json();
       if (request === undefined && response === undefined && !description) return;
-      const said = { description, request: resolved(request, request?.$defs), response: resolved(response, response?.$defs) };
+      const said = { description, request: resolved(request), response: resolved(response) };
       this.takes.hidden = false;
       this.takes.replaceChildren(this.takes.firstChild, h("pre", { tabindex: 0 }, JSON.stringify(said, null, 2)));
       if (this.untouched && request !== undefined) this.body.value = JSON.stringify(example(said.request), null, 2);
@@ -217,25 +218,6 @@ function token(data) {
   } catch {
     return `${data}\n`;
   }
-}
-
-// Schemas that are named elsewhere, put in; not without end.
-function resolved(schema, named = {}, depth = 0) {
-  if (schema === null || typeof schema !== "object" || depth > 12) return schema;
-  if (Array.isArray(schema)) return schema.map((each) => resolved(each, named, depth + 1));
-  if (typeof schema.$ref === "string") return resolved(named[schema.$ref.split("/").at(-1)] ?? {}, named, depth + 1);
-  return Object.fromEntries(Object.entries(schema).filter(([key]) => key !== "$defs").map(([key, each]) => [key, resolved(each, named, depth + 1)]));
-}
-
-function example(schema, depth = 0) {
-  if (schema === undefined || depth > 6) return null;
-  if ("default" in schema) return schema.default;
-  if (schema.enum) return schema.enum[0];
-  if (schema.anyOf) return example(schema.anyOf[0], depth + 1);
-  if (schema.type === "object")
-    return Object.fromEntries(Object.entries(schema.properties ?? {}).map(([key, each]) => [key, example(each, depth + 1)]));
-  if (schema.type === "array") return schema.items ? [example(schema.items, depth + 1)] : [];
-  return { string: "", integer: schema.minimum ?? 0, number: schema.minimum ?? 0, boolean: false }[schema.type] ?? {};
 }
 
 const last = (said) => (said ?? "").trim().split("\n").at(-1);
