@@ -130,7 +130,8 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  requests of a stateless function that changed its model,
                  after which there is one instance), and
                  nbytes peak_activation_nbytes resident_on gpu_nbytes.N
-                 host_nbytes file_nbytes shared_nbytes shared_with
+                 host_nbytes file_nbytes shared_nbytes
+                 shared_with (at most 20 of shared_count)
                  leases wakes preloads evictions gpu_us gpus.N (leases by
                  GPU)
                  copied_nbytes copied_peer_nbytes copied_file_nbytes

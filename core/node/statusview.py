@@ -194,13 +194,16 @@ def function_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def model_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     shared = size(row["shared_nbytes"]) if row.get("shared_nbytes") else None
+    if shared is not None:
+        more = row.get("shared_count", 0) - len(row["shared_with"])
+        shared += f" with {', '.join(row['shared_with']) or 'nobody now'}" + (f" and {more} more" if more > 0 else "")
     return {
         "function": name,
         "model": size(row["nbytes"]),
         "on GPUs": ", ".join(f"{gpu}: {size(nbytes)}" for gpu, nbytes in row.get("gpu_nbytes", {}).items()) or None,
         "host": size(row.get("host_nbytes")),
         "file": size(row.get("file_nbytes")),
-        "shared": shared if shared is None else f"{shared} with {', '.join(row['shared_with']) or 'nobody now'}",
+        "shared": shared,
         "last wake": wake(row.get("last_wake")),
     }
 

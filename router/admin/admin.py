@@ -146,7 +146,7 @@ class Admin:
             case a.Status():
                 self._permit(caller, act)
                 rows, controllers = self._rows(), await self._asks.controller_status()
-                return tenancy.part_of(caller, overview.status(self._node, rows, controllers))
+                return overview.bounded(tenancy.part_of(caller, overview.status(self._node, rows, controllers)))
             case a.Usage():
                 await self._permit_informed(caller, act)
                 return await self._usage(caller, act)

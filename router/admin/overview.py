@@ -13,6 +13,9 @@ from dormouse.router.decisions.state import Instance, InstanceState, RouterState
 from dormouse.router.front.stats import FunctionStats
 from dormouse.schemas.messages import FunctionSpec
 
+NAMES: Final = 20
+"""Of functions that share bytes with one: hundreds may, each with all others."""
+
 OPTIONAL: Final = {"metrics"}
 """Roles that a node may have or not."""
 
@@ -126,6 +129,15 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
         "waits": controller.get("waits", {"oldest": [], "others": {}}),
         "tenants": tenants(node.config, picture),
     }
+
+
+def bounded(status: dict[str, Any]) -> dict[str, Any]:
+    """What a caller is told of it: of long lists their first names and how many there are."""
+    functions = {}
+    for name, row in status["functions"].items():
+        shared = row.get("shared_with", [])
+        functions[name] = row | {"shared_with": shared[:NAMES], "shared_count": len(shared)}
+    return status | {"functions": functions}
 
 
 def gone(node: Node) -> list[str]:

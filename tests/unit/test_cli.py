@@ -58,6 +58,7 @@ PLACES = {
     "file_nbytes": 3 << 30,
     "shared_nbytes": 2 << 30,
     "shared_with": ["g", "h"],
+    "shared_count": 5,
     "last_wake": {
         "gpu": 1,
         "copied_nbytes": 3 << 30,
@@ -318,7 +319,7 @@ def test_status(dormouse: Any) -> None:
         "on GPUs": "0: 3.0 GiB, 1: 512 MiB",
         "host": "1.0 MiB",
         "file": "3.0 GiB",
-        "shared": "2.0 GiB with g, h",
+        "shared": "2.0 GiB with g, h and 3 more",
         "last wake": "GPU 1 in 35.5 ms: 2.0 GiB from host, 1.0 GiB from GPUs",
     }
 

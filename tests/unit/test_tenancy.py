@@ -7,6 +7,7 @@ from router_rig import Rig, spec
 
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import EVERYTHING, Caller
+from dormouse.router.admin import overview
 from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
 
@@ -94,6 +95,16 @@ def test_a_status_is_the_tenants_own() -> None:
     assert list(shown["tenants"]) == ["a"]
     assert set(shown) == set(STATUS), "what prints a whole one prints this"
     assert list(tenancy.part_of(caller("a", ("oth*",)), STATUS)["functions"]) == ["other"]
+
+
+def test_who_shares_is_bounded() -> None:
+    """Of 150 functions with one backbone each shares with 149."""
+    names = [f"f-{number:03}" for number in range(150)]
+    rows = {name: {"tenant": "a", "shared_with": [each for each in names if each != name]} for name in names}
+    told = overview.bounded(tenancy.part_of(caller(), STATUS | {"functions": rows}))["functions"]
+    assert {(len(row["shared_with"]), row["shared_count"]) for row in told.values()} == {(20, 149)}
+    assert told["f-001"]["shared_with"] == [names[0], *names[2:21]]
+    assert overview.bounded(STATUS)["functions"]["yours"]["shared_count"] == 0
 
 
 def test_a_tenant_without_a_quota_does_not_pin(rig: Rig) -> None:
