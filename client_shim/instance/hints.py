@@ -45,12 +45,15 @@ class Hints:
             said.pop("response", None)
         if text := inspect.getdoc(handle):
             said["description"] = text[:2000]
-        if said:
-            data = msgspec.json.encode(said)
-            if len(data) <= m.SCHEMA_NBYTES:
-                self.schema = data
-            else:
-                self.warning = f"the schema of {name!r} has {len(data)} bytes and is not shown; requests are checked"
+        try:
+            data = msgspec.json.encode(said) if said else b""
+        except UnicodeEncodeError as error:  # of a default, or of the docstring
+            self.warning = f"the schema of {name!r} is no JSON ({error}) and is not shown; requests are checked"
+            return
+        if len(data) <= m.SCHEMA_NBYTES:
+            self.schema = data
+        else:
+            self.warning = f"the schema of {name!r} has {len(data)} bytes and is not shown; requests are checked"
 
     def _found(self, handle: Callable[..., Any]) -> tuple[dict[str, Any], str]:
         """The hints by name, and what the parameter is called that requests are given as."""

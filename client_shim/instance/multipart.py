@@ -4,11 +4,14 @@ python-multipart finds where each part begins and ends, from pieces of the body;
 the body itself. Imported with the first such body.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+
+logging.getLogger("python_multipart.multipart").disabled = True  # what is wrong with a form is said to its client
 
 STEP_NBYTES: Final = 256 << 10
 """Of the body, given to the parser at a time: a copy that stays in the cache."""

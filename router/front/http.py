@@ -102,6 +102,7 @@ class Application:
         self._gate = gate
         self._administer = administer
         self._jobs = jobs
+        self._documents = openapi.Documents()
         self._numbers = count(1)
 
     async def __call__(self, cycle: Cycle) -> None:
@@ -145,7 +146,7 @@ class Application:
                 await x.answer_json(200, openapi.schema_of(self._node.policy.picture, entered.caller, entered.name))
             case Act.OPENAPI:
                 await self._node.requests.knows_catalogue()
-                await x.answer_json(200, openapi.document(self._node.policy.picture, entered.caller))
+                await self._document(x, entered.caller)
             case Act.PAGE:
                 await x.answer(200, _PAGE, _PAGE_HEADERS, b"text/html; charset=utf-8")
             case Act.HEALTH:
@@ -155,6 +156,14 @@ class Application:
                 await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
             case _:
                 await self._administer(x, entered)
+
+    async def _document(self, x: Exchange, caller: Caller) -> None:
+        """Others are served between functions whose part of it is made for the first time."""
+        picture = self._node.policy.picture
+        for name in list(picture.functions):
+            if self._documents.describe(picture, name):
+                await asyncio.sleep(0)
+        await x.answer(200, self._documents.document(picture, caller))
 
     async def _invoke(self, x: Exchange, name: str | None, caller: Caller, route: str = "") -> None:
         """``name`` None: the body says it."""

@@ -6,9 +6,9 @@ Pure. An instance makes its schema; it may be hostile, so what it has sent is re
 import base64
 import hashlib
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import msgspec
+import orjson
 
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
@@ -46,8 +46,10 @@ def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
 def _said(function: ServedFunction) -> dict[str, Any]:
     """What its instance has said that is well-formed."""
     try:
-        said = msgspec.json.decode(function.schema or b"{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = orjson.loads(function.schema or b"{}")  # what it takes, it can write again: no integers of any size
+    except ValueError:
+        return {}
+    if not isinstance(said, dict):
         return {}
     found = {key: said[key] for key in ("request", "response") if isinstance(said.get(key), dict)}
     if any(_levels(each, MOST_LEVELS) > MOST_LEVELS for each in found.values()):
@@ -64,34 +66,64 @@ def _levels(value: Any, most: int) -> int:
     return 1 + max((_levels(each, most - 1) for each in items), default=0)
 
 
-def document(p: RouterState, caller: Caller) -> dict[str, Any]:
-    """OpenAPI 3.1."""
-    components: dict[str, Any] = {}
-    paths = {
-        f"/functions/{name}/invoke": {"post": _operation(function, components)}
-        for name, function in sorted(p.functions.items())
-        if tenancy.serves(caller, p, name)
+class Described(NamedTuple):
+    """What one function's schema adds to a document: members of its ``paths`` and of its ``components``."""
+
+    schema: bytes | None
+    path: bytes
+    components: bytes
+
+
+class Documents:
+    """Documents in OpenAPI 3.1. What functions add to them is made once for each schema: it is most of the work, and
+    one of a few KiB takes as long as a request.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, Described] = {}
+
+    def describe(self, p: RouterState, name: str) -> bool:
+        """What one function adds, unless it is known. Whether that has taken time."""
+        function, made = p.functions.get(name), self._made.get(name)
+        if function is None or (made is not None and made.schema == function.schema):
+            return False
+        components: dict[str, Any] = {}
+        path = {f"/functions/{name}/invoke": {"post": _operation(function, components)}}
+        self._made[name] = Described(function.schema, *(orjson.dumps(each)[1:-1] for each in (path, components)))
+        return True
+
+    def document(self, p: RouterState, caller: Caller) -> bytes:
+        """Of all that the caller may invoke."""
+        self._made = {name: each for name, each in self._made.items() if name in p.functions}
+        shown = [name for name in sorted(p.functions) if tenancy.serves(caller, p, name)]
+        for name in shown:
+            self.describe(p, name)
+        made = [self._made[name] for name in shown]
+        components = b",".join([_ERROR, *(each.components for each in made if each.components)])
+        return _DOCUMENT % (b",".join(each.path for each in made), components)
+
+
+_ERROR: Final = orjson.dumps(
+    {
+        "Error": {
+            "type": "object",
+            "properties": {
+                "error": {
+                    "type": "object",
+                    "properties": {
+                        key: {"type": "string"} for key in ("code", "message", "type", "request_id", "param")
+                    },
+                    "required": ["code", "message", "type", "request_id"],
+                }
+            },
+        }
     }
-    components["Error"] = {
-        "type": "object",
-        "properties": {
-            "error": {
-                "type": "object",
-                "properties": {key: {"type": "string"} for key in ("code", "message", "type", "request_id", "param")},
-                "required": ["code", "message", "type", "request_id"],
-            }
-        },
-    }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Functions of this node", "version": version("dormouse")},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{}, {"key": []}],
-    }
+)[1:-1]
+
+_DOCUMENT: Final = (
+    b'{"openapi":"3.1.0","info":{"title":"Functions of this node","version":"%b"},"paths":{%%b},"components":{'
+    b'"schemas":{%%b},"securitySchemes":{"key":{"type":"http","scheme":"bearer"}}},"security":[{},{"key":[]}]}'
+) % version("dormouse").encode()
 
 
 def _operation(function: ServedFunction, components: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +170,7 @@ def _named(said: dict[str, Any], function: str, components: dict[str, Any]) -> d
     definitions = said.get("$defs", {})
     if isinstance(definitions, dict):
         for key, each in definitions.items():
-            components[f"{function}.{key}"] = _moved(each, function)
+            components[_component(function, key)] = _moved(each, function)
     moved = _moved({key: each for key, each in said.items() if key != "$defs"}, function)
     assert isinstance(moved, dict)
     return moved
@@ -152,5 +184,12 @@ def _moved(value: Any, function: str) -> Any:
     moved = {key: _moved(each, function) for key, each in value.items()}
     reference = moved.get("$ref")
     if isinstance(reference, str) and reference.startswith(_REF):
-        moved["$ref"] = f"#/components/schemas/{function}.{reference.removeprefix(_REF)}"
+        moved["$ref"] = f"#/components/schemas/{_component(function, reference.removeprefix(_REF))}"
     return moved
+
+
+def _component(function: str, key: str) -> str:
+    """A name that no other function's component has: its first dot is where the function's name ends."""
+    if "." in function:  # no name of a function begins with a line
+        function = "_" + function.replace("_", "__").replace(".", "_-")
+    return f"{function}.{key}"

@@ -25,7 +25,7 @@ the last of these that had a part of it. "": not known.
 
 CONTROL_NBYTES: Final = 8
 
-SCHEMA_NBYTES: Final = 64 << 10
+SCHEMA_NBYTES: Final = 16 << 10
 """Of what a function says of its requests and answers, in JSON, at most."""
 
 CHUNK_NBYTES: Final = 64 << 10

@@ -151,3 +151,16 @@ def test_a_schema_that_is_too_long_is_not_shown_and_checked() -> None:
     assert "is not shown" in hints.warning
     with pytest.raises(BadRequest):
         hints.value_of(b'{"field_1": "x"}', "")
+
+
+def test_a_schema_that_is_no_json_is_not_shown_and_checked() -> None:
+    Odd = msgspec.defstruct("Odd", [("text", str, "\ud800")])
+
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = Odd
+    hints = Hints(handle)
+    assert hints.schema == b""
+    assert "is not shown" in hints.warning
+    with pytest.raises(BadRequest):
+        hints.value_of(b'{"text": 1}', "")

@@ -1,8 +1,12 @@
 """The schema of a function and the OpenAPI document, from what instances say, which may be anything."""
 
 import json
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from router_rig import Rig, spec
 
@@ -29,7 +33,7 @@ def rig(**schemas: bytes) -> Rig:
 
 
 def document(found: Rig, caller: Caller = ANYBODY) -> Any:
-    return json.loads(json.dumps(openapi.document(found.policy.picture, caller)))
+    return json.loads(openapi.Documents().document(found.policy.picture, caller))
 
 
 def references(value: Any) -> set[str]:
@@ -79,13 +83,56 @@ def nested(levels: int) -> bytes:
         b'{"request": {"$ref": "#/$defs/Missing"}}',
         b'{"request": {"properties": {"a": 1}, "$defs": {"b": 7}}}',
         b"x" * (m.SCHEMA_NBYTES + 1),
+        b'{"request": {"default": 123456789012345678901234567890}}',
+        b'{"request": {"default": 1%b}}' % (b"0" * 400),
+        b'{"request": {"default": "\\ud800"}}',
+        b'{"request": {"default": NaN}}',
     ],
 )
 def test_what_a_hostile_instance_says_spoils_nothing(schema: bytes) -> None:
     found = rig(a=schema, b=json.dumps(SAID).encode())
     assert "/functions/a/invoke" in document(found)["paths"]
     assert document(found)["components"]["schemas"]["b.Asked"] == ASKED
-    assert openapi.schema_of(found.policy.picture, ANYBODY, "a")["name"] == "a"
+    said = openapi.schema_of(found.policy.picture, ANYBODY, "a")
+    assert json.loads(orjson.dumps(said))["name"] == "a"
+
+
+def test_what_a_function_adds_is_made_once_for_each_schema() -> None:
+    found = rig(a=json.dumps(SAID).encode(), b=b"")
+    documents, picture = openapi.Documents(), found.policy.picture
+    assert [documents.describe(picture, name) for name in ("a", "b", "gone", "a", "b")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    before = documents.document(picture, ANYBODY)
+    picture.functions["a"].schema = b'{"description": "Another."}'
+    assert documents.describe(picture, "a")
+    after = json.loads(documents.document(picture, ANYBODY))
+    assert after["paths"]["/functions/a/invoke"]["post"]["description"] == "Another."
+    assert sorted(after["components"]["schemas"]) == ["Error"]
+    picture.functions["a"].schema = json.dumps(SAID).encode()
+    assert documents.document(picture, ANYBODY) == before
+
+
+def test_components_of_functions_with_dots_are_their_own() -> None:
+    mine, others = ({"request": {"$ref": f"#/$defs/{key}", "$defs": {key: ASKED}}} for key in ("b.C", "C"))
+    schemas = document(rig(**{"a": json.dumps(mine).encode(), "a.b": json.dumps(others).encode()}))["components"]
+    assert sorted(schemas["schemas"]) == ["Error", "_a_-b.C", "a.b.C"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
+def test_the_pages_example_of_types_that_name_each_other_is_bounded() -> None:
+    """Sixty fields, each of the type itself, five deep, would be 700 million values."""
+    script = Path(openapi.__file__).with_name("trypage.html").read_text().partition("<script>")[2]
+    functions = "function resolved" + script.partition("function resolved")[2].partition("async function load")[0]
+    said = "components = { A: { type: 'object', properties: {} } }\n"
+    said += "for (let i = 0; i < 60; i++) components.A.properties['p' + i] = { $ref: '#/components/schemas/A' }\n"
+    played = f"let components, room = 2000\n{functions}{said}console.log(JSON.stringify(example(components.A)))"
+    ran = subprocess.run(["node", "-e", played], capture_output=True, text=True, check=True, timeout=20)
+    assert 2000 < ran.stdout.count('"p') <= 2000 + 6 * 60
 
 
 def test_a_caller_sees_what_it_may_call() -> None:

@@ -81,10 +81,11 @@ def test_a_value_is_copied_out_of_the_body_once() -> None:
         (form(field("a", b"1")), f"multipart/form-data; boundary={'z' * 300}", "oundary"),
     ],
 )
-def test_bad_forms_are_refused(body: bytes, kind: str, why: str) -> None:
+def test_bad_forms_are_refused(body: bytes, kind: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(BadRequest, match=why) as caught:
         value_of(body, kind)
     assert caught.value.code == ("bad_json" if "JSON" in why else "bad_body")
+    assert caplog.records == [], "a client writes nothing into the function's log"
 
 
 def test_forms_that_are_anything_raise_nothing_else() -> None:
