@@ -59,6 +59,7 @@ class Played:
         self.idle: dict[str, int] = {}  # extents of those that are, the first ones
         self.reclaims: dict[str, int] = {}  # asked for, and not answered
         self.turn: set[str] = set()
+        self.asked: set[str] = set()  # who waits for KV hears nothing else
         self.seat: set[str] = set()
         self.mapped: dict[str, set[int]] = {}  # granules that can only be read
         self.parts: dict[str, list[m.MemberLeaves]] = {}  # not answered
@@ -182,6 +183,9 @@ class Played:
                 self.turn.add(name)
             case m.KvGiven(extents=extents):
                 self.kv[name] += [number for number, _ in extents]
+                self.asked.discard(name)
+                if self.obeys:
+                    self.obey(name)
             case m.GranulesGiven(granules=granules, writable=False):
                 self.mapped[name].update(granule.offset for granule in granules)
             case m.MemberLeaves(granules=granules, stays=stays) if granules or stays:
@@ -205,7 +209,7 @@ class Played:
 
     def obey(self, name: str) -> None:
         self.part(name)
-        for owed in list(self.owes[name]):
+        for owed in list(self.owes[name]) if name not in self.asked else ():
             if owed in self.owes[name] and owed == "turn":
                 books = self.machine._state.runtimes.get(name)
                 self.give_turn_back(name, wants=books is None or not books.lent)  # else it would have all of the time
@@ -214,7 +218,7 @@ class Played:
 
     def dies(self, name: str) -> None:
         """The runtime's process."""
-        for some in (self.seat, self.turn):
+        for some in (self.seat, self.turn, self.asked):
             some.discard(name)
         for each in (self.kv, self.mapped, self.parts):
             each[name].clear()
@@ -267,6 +271,8 @@ class Played:
         self.say(name, m.KvReturned(extents=gone, idle=idle))
 
     def say(self, name: str, message: Any) -> None:
+        if isinstance(message, m.KvWanted) and any(self.machine._state.members(name)):
+            self.asked.add(name)
         self.do((name, message))
 
     def lease(self, name: str) -> Any:

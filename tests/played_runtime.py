@@ -49,6 +49,7 @@ class Played:
         self.refused: dict[int, str] = {}  # by lease
         self.made: dict[tuple[int, int], list[int]] = {}  # tokens, by lease and number
         self.steps: list[m.Stepped] = []  # that it has told of
+        self.grants = True  # its wishes for KV
         self.last: Any = None  # what it has said last, of what was waited for
         data, weights = b"", []
         for name, parameter in self.model.named_parameters():
@@ -152,7 +153,8 @@ class Played:
                 case m.KvWanted(extents=count, nbytes=nbytes, wish=wish):
                     for each in in_step:
                         self.executor.send(each)
-                    self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count + wish)]))
+                    extents = [(-1 - n, KV_AT + n * nbytes) for n in range(count + wish)] if self.grants else []
+                    self.executor.send(m.KvGiven(extents=extents))
                     continue
                 case m.LoadChanged() | m.KvReturned() if not isinstance(message, kind):
                     continue

@@ -19,7 +19,7 @@ def seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
 
 def grow(state: MachineState, books: RuntimeBooks, wanted: m.KvWanted) -> None:
     """What is needed takes what others have. What is wished takes what is free, or idle, if no adapter is away: it
-    would have to come again.
+    would have to come again. In another's turn it has what is free or idle, and waits for nobody.
     """
     lease, count, nbytes = seated(state, books), wanted.extents, wanted.nbytes
     if lease is None:
@@ -31,12 +31,13 @@ def grow(state: MachineState, books: RuntimeBooks, wanted: m.KvWanted) -> None:
         return
     worth, all_nbytes = state.worth, count * nbytes
     mine = state.offload == "never" and books.running > 1  # a sequence alone could not go on
-    if not mine and reclaim.cheaper(state, lease, all_nbytes):
+    asks = not mine and not books.lent
+    if asks and reclaim.cheaper(state, lease, all_nbytes):
         books.kv_wanted = wanted
         return
     numbers = _grown(state, books, lease, count, nbytes, evict=not mine)
     if numbers is None:
-        if not mine and (
+        if asks and (
             preloads.give_up(state)
             or seats.going(state)
             or reclaim.any_left(state, all_nbytes, worth, books.name)
@@ -44,9 +45,11 @@ def grow(state: MachineState, books: RuntimeBooks, wanted: m.KvWanted) -> None:
             or reclaim.end_one(state, books.name)
             or adapters.make_leave(state)
             or seats.make_leave(state)
+            or seats.lent(state)
         ):
             books.kv_wanted = wanted  # one of them will have left, or ended
         else:
+            books.short = books.lent
             state.tell(lease, m.KvGiven(extents=[]))
         return
     away = any(each.state is LeaseState.AWAY for each in state.members(books.name))

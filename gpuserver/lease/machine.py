@@ -174,6 +174,12 @@ class Machine:
         computing = [lease for lease in state.leases.values() if lease.state in TURN]
         assert len(computing) <= state.turns
         assert state.runtimes.keys() == {lease.runtime for lease in state.leases.values() if lease.runtime}
+        lent = [books.name for books in state.runtimes.values() if books.lent]
+        assert len(lent) <= 1, "two steps in another's turn"
+        for name in lent:
+            states = {lease.state for lease in state.members(name) if not lease.vacated}
+            assert states, "nobody has the step that was lent"
+            assert states.isdisjoint(TURN), "one has a turn of its own and another's"
         for serial, lease in state.leases.items():
             assert lease.serial == serial
             assert lease.frames >= 0

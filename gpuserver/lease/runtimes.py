@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.core.pace import SHARED_S
-from dormouse.gpuserver.lease import adapters, endings, growth, preloads, reclaim
+from dormouse.gpuserver.lease import adapters, endings, growth, preloads, reclaim, seats
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import (
@@ -95,11 +95,12 @@ def seated(state: MachineState, lease: HeldLease) -> None:
         turn_begins(state, lease)
 
 
-def turn_begins(state: MachineState, lease: HeldLease) -> None:
-    state.runtimes[lease.runtime].wanting = False
+def turn_begins(state: MachineState, lease: HeldLease, lent: bool = False) -> None:
+    books = state.runtimes[lease.runtime]
+    books.wanting, books.lent, books.short = False, lent, False
     ordinary = any(not other.runtime for other in state.leases.values())
     brief_s = SHARED_S if ordinary else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
-    state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000)))
+    state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000), lent=lent))
 
 
 def may_be_anothers(state: MachineState, lease: HeldLease, rests: bool = False) -> None:
@@ -164,7 +165,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
     books.waits = False  # it goes on, or this says so
     match event.message:
         case m.SeatLeft():
-            books.lent = False
+            _lent_over(state, books)
             _left(state, books)
         case m.TurnGivenBack(wants=wants, due=due, stepped=stepped):
             if stepped is not None:
@@ -177,7 +178,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                     endings.vacate(state, lease)
             books.wanting, books.due = wants, _checked(due, members)
             if books.lent:
-                books.lent = False
+                _lent_over(state, books)
                 _tell_due(state, books)
         case m.Stepped():
             _stepped(state, books, speaker, event.message)
@@ -262,29 +263,29 @@ def want(state: MachineState) -> None:
             state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
 
 
-def lent(state: MachineState) -> bool:
-    """Whether some runtime has a step in another's turn."""
-    return any(books.lent for books in state.runtimes.values())
-
-
 def lend(state: MachineState) -> None:
     """While a step of who has the turn waits for its weights, another runtime that has all of its own has a step: that
     which has had none for longest. The turn stays where it is. Once the weights have come, two may compute for the rest
     of that step.
     """
     waiting = [books for books in state.runtimes.values() if books.waits and state.computing(books.name)]
-    if not waiting or lent(state):
+    if not waiting or seats.lent(state):
         return
     able = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_borrow(state, lease)]
     if (lease := min(able, key=lambda each: each.since_s, default=None)) is not None:
-        state.runtimes[lease.runtime].lent = True
-        turn_begins(state, lease)
+        turn_begins(state, lease, lent=True)
         state.tell(lease, m.TurnEnds())
+
+
+def _lent_over(state: MachineState, books: RuntimeBooks) -> None:
+    if books.lent:
+        books.lent = False
+        state.look()
 
 
 def _may_borrow(state: MachineState, lease: HeldLease) -> bool:
     books = state.runtimes.get(lease.runtime)
-    if books is None or not books.wanting or not may_begin(state, lease.runtime):
+    if books is None or not books.wanting or books.short or not may_begin(state, lease.runtime):
         return False
     return not any(each.state in TURN for each in state.members(lease.runtime)) and not any(
         state.residency.arriving(segment) for segment in state.instances[lease.instance].segments
@@ -330,7 +331,7 @@ def gone(state: MachineState, event: e.RuntimeGone) -> None:
         if lease.state is not LeaseState.CLOSING:
             state.to(lease, LeaseState.CLOSING)
             lease.outcome = "revoked"
-    books.kv_wanted = None
+    books.kv_wanted, books.waits, books.lent = None, False, False
     state.drop(state.kv(books))
     for lease in waiting:
         endings.vacate(state, lease)

@@ -79,6 +79,9 @@ def relieve(state: MachineState, event: e.Relieve) -> None:
             return
         if make_leave(state, event):
             return
+        if lent(state):
+            state.relieving = event
+            return
         if state.share and not enough:
             text = (
                 f"With every idle model evicted there would be {most_nbytes:,} bytes; {beside_nbytes:,} were in use, "
@@ -124,9 +127,16 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     return True
 
 
+def lent(state: MachineState) -> bool:
+    """Whether some runtime has a step in another's turn: its seat can be left after that."""
+    return any(books.lent for books in state.runtimes.values())
+
+
 def _may_leave(state: MachineState, lease: HeldLease) -> bool:
-    """Not while its runtime computes for another, or lets go of one."""
+    """Not while its runtime computes for another, or in another's turn, or lets go of one."""
     still = (LeaseState.PAUSED, LeaseState.AWAY)
+    if lease.runtime and state.runtimes[lease.runtime].lent:
+        return False
     return not lease.runtime or all(
         other.state in still or (other.state is LeaseState.CLOSING and other.vacated)
         for other in state.members(lease.runtime)

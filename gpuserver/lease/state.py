@@ -136,6 +136,7 @@ class RuntimeBooks:
     grown_s: float = 0.0
     waits: bool = False  # a step of it, for weights that are on their way
     lent: bool = False  # it has a step in another's turn
+    short: bool = False  # there was no room for KV in that: it has the next step in its own
 
     @property
     def kv_owner(self) -> str:
@@ -272,6 +273,11 @@ class MachineState:
         """Tell instances that their frames come too late."""
         for action in actions:
             self.emit(o.Reply(action.instance, gate.refusal(action.serial, action.reason)))
+
+    def look(self) -> None:
+        """A seat can be left that could not be: the compute thread, or a runtime, may be waiting for that."""
+        self.left_seat = True
+        self.look_again = self.relieving is not None
 
     def room(self) -> None:
         """A seat has been left: that is what the compute thread, or a runtime, may be waiting for."""

@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 def next_turns(state: MachineState) -> None:
     """Begin with those that wait for a turn, in order, as far as there are turns and what they need is there."""
     while state.coming:
-        if sum(lease.state in TURN for lease in state.leases.values()) >= state.turns or runtimes.lent(state):
+        if sum(lease.state in TURN for lease in state.leases.values()) >= state.turns or seats.lent(state):
             return
         first = state.coming[0]
         began = resume(state, first) if isinstance(first, int) else begin(state, first)

@@ -121,6 +121,10 @@ class Batch:
             return None
         return self.waiting.next(now_s, Counter(sequence.owner for sequence in self.running), _able)
 
+    def retry(self) -> None:
+        """There may be room in the next plan, though nothing has changed here."""
+        self._stalled = False
+
     def add(self, sequence: Sequence) -> None:
         self._stalled = False
         self.waiting.add(sequence, sequence.latest_s)

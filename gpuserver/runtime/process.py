@@ -110,8 +110,8 @@ class RuntimeProcess:
             case m.SeatEnds():
                 self._leave()
                 self._link.say(m.SeatLeft())
-            case m.TurnBegins(brief_ms=brief_ms):
-                self._turn.begins(brief_ms, time.perf_counter())
+            case m.TurnBegins(brief_ms=brief_ms, lent=lent):
+                self._turn.begins(brief_ms, time.perf_counter(), lent)
             case m.TurnEnds():
                 self._turn.ends()
             case m.ForRuntime(data=data, serial=serial):
@@ -298,7 +298,10 @@ class RuntimeProcess:
         self._mapping.settle()  # a turn that is given back is over on the device too
         took_s = time.perf_counter() - began_s
         if made is None:
-            self._stuck()
+            if self._turn.lent:  # others make room in its own
+                self._engine.batch.retry()
+            else:
+                self._stuck()
             return
         begun = [each for each in self._engine.batch.running if each.number not in known]
         waited_s, room_s = self._bound.waited_s - waited_s, self._kv.waited_s - room_s

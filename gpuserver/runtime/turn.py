@@ -6,15 +6,17 @@ from dormouse.schemas import messages as m
 
 
 class RuntimeTurn:
-    """``held``: it may compute. ``stepped``, ``told_idle``: it has in this turn. ``wants``: it has said so, without."""
+    """``held``: it may compute; ``lent``: in another's turn. ``stepped``, ``told_idle``: it has in this turn.
+    ``wants``: it has said so, without.
+    """
 
     def __init__(self) -> None:
-        self.held = self.stepped = self.told_idle = self.wants = False
+        self.held = self.lent = self.stepped = self.told_idle = self.wants = False
         self._ends = False
         self._brief_until_s = 0.0
 
-    def begins(self, brief_ms: int, now_s: float) -> None:
-        self.held, self._brief_until_s = True, now_s + brief_ms / 1000
+    def begins(self, brief_ms: int, now_s: float, lent: bool = False) -> None:
+        self.held, self.lent, self._brief_until_s = True, lent, now_s + brief_ms / 1000
         self.stepped = self.told_idle = self.wants = self._ends = False
 
     def ends(self) -> None:

@@ -54,6 +54,7 @@ class TurnBegins(Message, frozen=True, kw_only=True, tag=4):
     """Compute steps. For so long others wait for the GPU, or are likely to: these are to be brief."""
 
     brief_ms: int = 0
+    lent: bool = False  # one step in another's turn: for KV that there is no room for, it waits for its own
 
 
 class TurnEnds(Message, frozen=True, kw_only=True, tag=5):

@@ -170,11 +170,57 @@ def test_nobody_gets_the_turn_while_another_has_a_step_in_it() -> None:
     assert kinds(played.told["c"]) == ["TurnBegins"]
 
 
-def test_a_runtime_that_dies_in_anothers_turn_keeps_nobody_from_it() -> None:
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_runtime_that_dies_in_anothers_turn_keeps_nobody_from_it(asks: bool) -> None:
+    """Though the compute thread has not let go of its leases."""
     played = Played(models="abc")
     waiting_step(played)
+    played.asks = asks
     played.dies("a")
+    assert len(played.closes) == asks
     assert kinds(played.told["c"]) == ["TurnBegins", "TurnEnds"]
+
+
+def test_kv_in_anothers_turn_waits_for_nobody() -> None:
+    """Its own seat is not to be left for it. In its own turn others make room; until then it has no other step."""
+    played = Played(granules=3, models="abc")
+    own, (first, _) = waiting_step(played)
+    assert played.told["a"] == [m.TurnBegins(lent=True), m.TurnEnds()]
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert played.told["a"][2:] == [m.KvGiven(extents=[])]
+    assert [played.lease(name).state.value for name in "abc"] == ["paused", "running", "paused"]
+    played.told["a"].clear()
+    played.give_turn_back("a")
+    assert (kinds(played.told["a"]), kinds(played.told["c"])) == ([], ["TurnBegins", "TurnEnds"])
+    played.obeys = True
+    played.obey("c")
+    played.do(e.Came(own, [101]))
+    played.say("b", m.Stepped(busy_us=9))
+    played.do(m.Pause(serial=own))
+    played.do(m.Turn(serial=first))
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert kinds(played.told["a"]) == ["TurnBegins", "GranulesGiven", "KvGiven"]
+    assert len(played.kv["a"]) == 1
+
+
+def test_kv_of_who_has_the_turn_waits_for_the_step_that_another_has_in_it() -> None:
+    """Whose seat can be left then."""
+    played = Played(granules=2, models="ab")
+    first = played.wake("a")
+    played.say("a", m.Stepped(busy_us=1))
+    played.do(m.Pause(serial=first))
+    played.comes = played.obeys = False
+    played.wake("b")
+    played.say("b", m.StepWaits())
+    for told in played.told.values():
+        told.clear()
+    played.say("b", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert [kinds(played.told[name]) for name in "ab"] == [[], []]
+    played.give_turn_back("a")
+    assert [kinds(played.told[name]) for name in "ab"] == [["SeatEnds"], []]
+    played.leave("a")
+    assert kinds(played.told["b"]) == ["GranulesGiven", "KvGiven"]
+    assert len(played.kv["b"]) == 1
 
 
 def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:
@@ -577,7 +623,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"), extents=st.integers(1, 4))
     def grow(self, name: str, extents: int) -> None:
-        if (name := self.of(name)) in self.played.seat:
+        if (name := self.of(name)) in self.played.turn and name not in self.played.asked:
             self.played.say(name, m.KvWanted(extents=extents, nbytes=GRANULE))
 
     @rule(name=st.sampled_from("abc"), count=st.integers(1, 3))
@@ -653,14 +699,14 @@ class AnyOrder(RuleBasedStateMachine):
                     "KV that is given away while it is mapped"
                 )
         going = [lease for lease in self.played.machine.leases.values() if lease.state in GOING]
-        if not going and not self.played.reclaims:
+        lent = [books for books in self.played.machine._state.runtimes.values() if books.lent]
+        if not going and not self.played.reclaims and not lent:
             books = self.played.machine._state.runtimes.values()
             waiting = [each.name for each in books if each.kv_wanted is not None]
             assert not waiting, "KV waits for nobody"
             assert self.played.machine._state.relieving is None, "an operation waits for nobody"
         running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
         assert len(running) <= 1
-        lent = [books for books in self.played.machine._state.runtimes.values() if books.lent]
         assert len(lent) <= 1
         assert all("turn" in self.played.owes[books.name] for books in lent), "a step that will not be given back"
 

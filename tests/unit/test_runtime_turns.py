@@ -47,6 +47,20 @@ def test_so_has_one_that_follows_another(played: Played) -> None:
     assert heard == ["Tokens", "Stepped", "TurnGivenBack"]
 
 
+def test_without_room_for_kv_in_anothers_turn_a_sequence_waits_for_its_own(played: Played) -> None:
+    """There others make room; only then is it told that there is none."""
+    played.submit(1, prompts(1, 40)[0])
+    played.grants = False
+    for message in (m.TurnBegins(lent=True), m.TurnEnds()):
+        played.executor.send(message)
+    played.thread.start()
+    assert played.until(m.TurnGivenBack) == ["TurnGivenBack"]
+    assert played.last.wants
+    played.executor.send(m.TurnBegins())
+    assert played.until(m.Tokens) == ["Tokens"]
+    assert played.finishes == {(1, 1): "no_room"}
+
+
 def test_a_turn_without_anything_to_do_ends_at_once(played: Played) -> None:
     for message in (m.TurnBegins(), m.TurnEnds()):
         played.executor.send(message)
