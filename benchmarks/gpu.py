@@ -329,7 +329,7 @@ def begun(own, seen, memory):
         linux.drop_capabilities()
     linux.set_no_new_privileges()
     linux.set_dumpable(seen)
-    seccomp.install(uncounted=not memory)
+    seccomp.install(uncounted=True, driver=memory)
     code = int(cu.cuInit(0)[0])
     return code or int(cu.cuDevicePrimaryCtxRetain(0)[0])
 

@@ -85,6 +85,8 @@ CALLS: Final = {  # by name: the numbers on x86-64 and on aarch64; None where th
 UNCOUNTED: Final = ("memfd_create", "shmget", "mmap")
 """Memory that no resource limit of a process counts. Open where a control group counts it; of `mmap`, only what is
 shared and anonymous is meant."""
+OF_DRIVER: Final = ("memfd_create", "mmap")
+"""CUDA makes such memory with a context; where it may not, cuInit gives CUDA_ERROR_OPERATING_SYSTEM (304)."""
 _BY_ARGUMENT: Final = ("socket", "clone", "mmap")
 DENIED: Final = tuple(name for name in CALLS if name not in (*UNCOUNTED, *_BY_ARGUMENT, "clone3"))
 
@@ -130,8 +132,10 @@ def _refuse(number: int) -> int:
     return _ERRNO | number
 
 
-def program(machine: ProcessorKind, uncounted: bool) -> list[Instruction]:
-    """Everything is allowed that is not named. ``uncounted`` denies what only a control group would count."""
+def program(machine: ProcessorKind, uncounted: bool, driver: bool = False) -> list[Instruction]:
+    """Everything is allowed that is not named. ``uncounted`` denies what only a control group would count; all the same
+    CUDA's ``driver`` has of that what it needs.
+    """
     numbers = {name: row[machine.column] for name, row in CALLS.items()}
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
@@ -147,7 +151,8 @@ def program(machine: ProcessorKind, uncounted: bool) -> list[Instruction]:
         if number is not None:
             code.extend([(_IF_EQUAL, 0, len(steps), number), *steps])
 
-    for name in (*DENIED, *(UNCOUNTED[:2] if uncounted else ())):
+    refused = [name for name in UNCOUNTED if uncounted and not (driver and name in OF_DRIVER)]
+    for name in (*DENIED, *(name for name in refused if name not in _BY_ARGUMENT)):
         when(name, [(_RETURN, 0, 0, _refuse(errno.EPERM))])
     when("clone3", [(_RETURN, 0, 0, _refuse(errno.ENOSYS))])  # its flags are in memory; libc then uses clone
     when("clone", _if_any(0, _NEW_NAMESPACE))
@@ -156,7 +161,7 @@ def program(machine: ProcessorKind, uncounted: bool) -> list[Instruction]:
         "socket",
         [(_LOAD, 0, 0, _argument(0)), *families, (_RETURN, 0, 0, _refuse(errno.EAFNOSUPPORT)), (_RETURN, 0, 0, ALLOW)],
     )
-    if uncounted:
+    if "mmap" in refused:
         masked = [(_LOAD, 0, 0, _argument(3)), (_AND, 0, 0, _SHARED_ANONYMOUS)]
         verdict = [(_IF_EQUAL, 0, 1, _SHARED_ANONYMOUS), (_RETURN, 0, 0, _refuse(errno.EPERM)), (_RETURN, 0, 0, ALLOW)]
         when("mmap", [*masked, *verdict])
@@ -173,16 +178,16 @@ def _if_any(argument: int, flags: int) -> list[Instruction]:
 
 
 @cache
-def compiled(uncounted: bool) -> tuple["ctypes.Array[ctypes.c_char]", int]:
+def compiled(uncounted: bool, driver: bool = False) -> tuple["ctypes.Array[ctypes.c_char]", int]:
     """The program for this processor as the kernel reads it, and its length. Raises OSError."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
         raise OSError(errno.ENOSYS, f"no list of system calls for {platform.machine()}")
-    instructions = program(machine, uncounted)
+    instructions = program(machine, uncounted, driver)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     return ctypes.create_string_buffer(packed, len(packed)), len(instructions)
 
 
-def install(uncounted: bool) -> None:
+def install(uncounted: bool, driver: bool = False) -> None:
     """Install the filter for this process and all that it starts, for good. Needs no_new_privs. Raises OSError."""
-    linux.set_seccomp_filter(*compiled(uncounted))
+    linux.set_seccomp_filter(*compiled(uncounted, driver))

@@ -66,14 +66,18 @@ class NativeNorm:
 
 
 class TorchNorm:
-    """The same by torch, in one operation, as GPUs have it; families write it in six or eight."""
+    """The same by torch, in one operation, as GPUs have it; families write it in six or eight. Where there is a ``one``
+    it takes five, in fp32: one more than a weight is in general no number of bf16.
+    """
 
     def __init__(self, norm: nn.Module, epsilon: float, one: float) -> None:
         self._norm, self._epsilon, self._one = norm, epsilon, one
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         weight: Any = self._norm.weight
-        return F.rms_norm(given, weight.shape, weight + self._one if self._one else weight, self._epsilon)
+        if not self._one:
+            return F.rms_norm(given, weight.shape, weight, self._epsilon)
+        return F.rms_norm(given.float(), weight.shape, weight.float() + self._one, self._epsilon).to(given.dtype)
 
 
 class NativeRotary:

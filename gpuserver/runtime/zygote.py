@@ -111,10 +111,8 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
 
 
 def confine(uid: int, driver: bool) -> None:
-    """Give up everything that a runtime does not need: other uids, new rights, being looked into.
-
-    CUDA's ``driver`` makes memory that is a file, and memory that is shared and anonymous, with a context; where it may
-    not, cuInit gives CUDA_ERROR_OPERATING_SYSTEM (304).
+    """Give up everything that a runtime does not need, with CUDA's ``driver`` or without: other uids, new rights, being
+    looked into.
     """
     if uid != os.getuid():
         with suppress(OSError):  # a kernel without network namespaces: the filter below refuses sockets
@@ -124,7 +122,7 @@ def confine(uid: int, driver: bool) -> None:
     linux.drop_capabilities()
     linux.set_no_new_privileges()
     linux.set_dumpable(False)
-    seccomp.install(uncounted=not driver)
+    seccomp.install(uncounted=True, driver=driver)
 
 
 def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:

@@ -16,10 +16,12 @@ from dormouse.core.sandbox import seccomp
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 
 
-def verdict(machine: seccomp.ProcessorKind, uncounted: bool, number: int, *arguments: int, arch: int = 0) -> int:
+def verdict(
+    machine: seccomp.ProcessorKind, uncounted: bool, number: int, *arguments: int, arch: int = 0, driver: bool = False
+) -> int:
     """What the kernel would do: the few instructions that programs of ours have, carried out."""
     data = {0: number, 4: arch or machine.arch} | {16 + 8 * index: value for index, value in enumerate(arguments)}
-    program, position, register = seccomp.program(machine, uncounted), 0, 0
+    program, position, register = seccomp.program(machine, uncounted, driver), 0, 0
     while True:
         code, if_true, if_false, constant = program[position]
         position += 1
@@ -40,10 +42,10 @@ def test_d12_every_call_gets_its_verdict_on(name: str) -> None:
     machine = seccomp.MACHINES[name]
     numbers = {call: row[machine.column] for call, row in seccomp.CALLS.items()}
 
-    def says(call: str, *arguments: int, uncounted: bool = True) -> int:
+    def says(call: str, *arguments: int, uncounted: bool = True, driver: bool = False) -> int:
         number = numbers[call]
         assert number is not None
-        return verdict(machine, uncounted, number, *arguments)
+        return verdict(machine, uncounted, number, *arguments, driver=driver)
 
     def refused(number: int) -> int:
         return 0x0005_0000 | number
@@ -62,9 +64,12 @@ def test_d12_every_call_gets_its_verdict_on(name: str) -> None:
     for flags, shared in ((0x22, False), (0x02, False), (0x01, False), (0x21, True), (0x23, True), (0x40021, True)):
         assert says("mmap", 0, 0, 0, flags) == (refused(errno.EPERM) if shared else seccomp.ALLOW), hex(flags)
         assert says("mmap", 0, 0, 0, flags, uncounted=False) == seccomp.ALLOW
+        assert says("mmap", 0, 0, 0, flags, driver=True) == seccomp.ALLOW
     for call in ("memfd_create", "shmget"):
         assert says(call) == refused(errno.EPERM)
         assert says(call, uncounted=False) == seccomp.ALLOW
+        assert says(call, driver=True) == (refused(errno.EPERM) if call == "shmget" else seccomp.ALLOW)
+    assert says("ptrace", driver=True) == refused(errno.EPERM)
     listed = set(numbers.values())
     assert all(verdict(machine, True, number) == seccomp.ALLOW for number in range(480) if number not in listed)
     assert verdict(machine, True, 1, arch=0x4000_0003) == seccomp.KILL  # i386 on x86-64, and so on
