@@ -137,7 +137,7 @@ class Batches:
             assert run.body is not None, "requests of many come in messages"
             try:
                 good.append((run, self._runner.hints.value_of(run.body, run.kind)))
-            except Exception as error:  # code of the types runs here, too
+            except BaseException as error:  # code of the types runs here, too
                 found[run.request] = self._failed(error)
         if good:
             found |= zip((run.request for run, _ in good), self._called(good), strict=True)
