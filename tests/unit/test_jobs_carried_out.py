@@ -48,8 +48,9 @@ class Node:
 
 async def until(holds: Callable[[], bool]) -> None:
     """A thread has the file, and no event says that all is done."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 def _told(served: m.Served) -> None:
