@@ -56,7 +56,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
     else:
         lease.parts = bool(own)  # the turn may come back before that is unmapped
         if before is LeaseState.RUNNING and not state.computing(lease.runtime):
-            state.tell(lease, m.TurnEnds())
+            state.end_turn(lease)
         elif before is not LeaseState.YIELDING and not own:
             vacate(state, lease)
 

@@ -75,8 +75,11 @@ def _segments(state: MachineState, name: str) -> set[int]:
 
 
 def may_begin(state: MachineState, runtime: str) -> bool:
-    """Not while its mapping is about to be cleared: what is given now would be lost with it."""
-    return not any(
+    """Not while it has a turn to give back; nor while its mapping is about to be cleared: what is given now would be
+    lost with it.
+    """
+    books = state.runtimes.get(runtime)
+    return not (books is not None and books.owes) and not any(
         other.state in (LeaseState.LEAVING, LeaseState.CLOSING) and not other.vacated
         for other in state.members(runtime)
     )
@@ -170,7 +173,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
         case m.TurnGivenBack(wants=wants, due=due, stepped=stepped):
             if stepped is not None:
                 _stepped(state, books, speaker, stepped)
-            there = growth.seated(state, books) is not None
+            there, books.owes = growth.seated(state, books) is not None, False
             for lease in members:
                 if lease.state is LeaseState.YIELDING:
                     state.to(lease, LeaseState.PAUSED)
@@ -274,7 +277,7 @@ def lend(state: MachineState) -> None:
     able = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_borrow(state, lease)]
     if (lease := min(able, key=lambda each: each.since_s, default=None)) is not None:
         turn_begins(state, lease, lent=True)
-        state.tell(lease, m.TurnEnds())
+        state.end_turn(lease)
 
 
 def _lent_over(state: MachineState, books: RuntimeBooks) -> None:
@@ -331,7 +334,7 @@ def gone(state: MachineState, event: e.RuntimeGone) -> None:
         if lease.state is not LeaseState.CLOSING:
             state.to(lease, LeaseState.CLOSING)
             lease.outcome = "revoked"
-    books.kv_wanted, books.waits, books.lent = None, False, False
+    books.kv_wanted, books.waits, books.lent, books.owes = None, False, False, False
     state.drop(state.kv(books))
     for lease in waiting:
         endings.vacate(state, lease)

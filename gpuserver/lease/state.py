@@ -135,6 +135,7 @@ class RuntimeBooks:
     grown_nbytes: float = 0.0  # lately, by offload.py
     grown_s: float = 0.0
     waits: bool = False  # a step of it, for weights that are on their way
+    owes: bool = False  # its turn, which has ended
     lent: bool = False  # it has a step in another's turn
     short: bool = False  # there was no room for KV in that: it has the next step in its own
 
@@ -232,6 +233,11 @@ class MachineState:
     def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
         """Its runtime."""
         self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))
+
+    def end_turn(self, lease: HeldLease) -> None:
+        """None of its runtime begins before TurnGivenBack, which is then said of this one."""
+        self.runtimes[lease.runtime].owes = True
+        self.tell(lease, m.TurnEnds())
 
     def _tenant(self, instance: str) -> str:
         known = self.instances.get(instance)

@@ -86,7 +86,7 @@ def pause(state: MachineState, serial: int) -> None:
         if state.computing(lease.runtime):  # for another, which has a turn of its own
             state.to(lease, LeaseState.PAUSED)
         else:
-            state.tell(lease, m.TurnEnds())
+            state.end_turn(lease)
         return
     state.gate.close(serial)
     state.to(lease, LeaseState.YIELDING if lease.frames else LeaseState.PAUSED)
@@ -99,7 +99,7 @@ def resume(state: MachineState, serial: int) -> bool:
     lease = state.leases.get(serial)
     if lease is None or lease.state in (LeaseState.RUNNING, LeaseState.ENDING, LeaseState.CLOSING):
         return True
-    if lease.state is LeaseState.LEAVING:
+    if lease.state is LeaseState.LEAVING or (lease.runtime and state.runtimes[lease.runtime].owes):
         return False
     away = lease.state is LeaseState.AWAY
     if away:

@@ -807,6 +807,29 @@ def test_one_that_wants_its_turn_while_another_of_its_runtime_is_about_to_have_o
     assert played.machine.leases[third_waits].state is LeaseState.RUNNING
 
 
+@pytest.mark.parametrize(("ends", "new"), [(False, False), (False, True), (True, False)])
+def test_a_turn_of_a_runtime_begins_when_the_one_that_has_ended_is_back(ends: bool, new: bool) -> None:
+    """Heard in one step, they would be one turn, and the first never be given back: its runtime would be ended."""
+    played = Played(models="ab", shared="ab", turns=2)
+    second = 0
+    if not new:
+        second = played.wake("b")
+        played.do(m.Pause(serial=second))
+    first = played.wake("a")
+    played.obeys = False
+    played.told["g"].clear()
+    played.do(e.SeatUnwanted(first) if ends else m.Pause(serial=first))
+    if new:
+        played.wake("b")
+    else:
+        played.do(m.Turn(serial=second))
+    assert [each for each in kinds(played.told["g"]) if each != "MemberLeaves"] == ["TurnEnds"]
+    played.give_turn_back("g")
+    assert kinds(played.told["g"]).count("TurnBegins") == 1
+    assert played.lease("b").state is LeaseState.RUNNING
+    assert states_of(played).get("a") == (None if ends else "paused")
+
+
 @pytest.mark.parametrize("turn", ["a", "b"])
 def test_one_ends_and_the_other_goes_on_with_its_kv_and_its_turn(turn: str) -> None:
     played = Played(models="ab", shared="ab")
