@@ -174,6 +174,15 @@ def test_kv_takes_the_place_of_idle_models() -> None:
     assert simulation.gpus[0].residency.resident_nbytes("f1") < 500 * MB
 
 
+def test_no_seat_is_left_for_kv_that_is_only_wished() -> None:
+    """A token has 1 MB, a block 16. A prompt of 20 needs two blocks and four are asked for: the second model has 36 MB
+    free. The first one's next stream finds its seat as it was: a new one would take 0.25 s.
+    """
+    model = llm(prompt=20, kv=MB, seat_s=0.25)
+    _, streams = run(made([model, model], mb=700), (0.0, 0), (1.0, 1), (2.0, 0))
+    assert streams.first_s.tolist() == pytest.approx([0.3, 0.3, 0.04])
+
+
 @pytest.mark.parametrize(("offload", "left"), [("ahead", 0), ("asked", 1), ("never", 7)])
 def test_kv_takes_the_place_of_idle_models_ahead_of_its_growth_or_never(offload: str, left: int) -> None:
     """200 MB are free for two streams of 311 tokens of 1 MB, of which the second is preempted, if no more is to be had

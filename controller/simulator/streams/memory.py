@@ -33,19 +33,20 @@ class KvMemory:
         self.offload = "asked"  # as in schemas/policy.py
 
     def grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
-        runtime, gpu = runtime_of(lease), self._gpus[lease.wake.lease.gpu]
-        spec = runtime.spec
-        wanted = -(-blocks // spec.extent_blocks)
-        for extents in (wanted,) if gently else dict.fromkeys((max(wanted, EXTENTS), wanted)):
-            if self._place(gpu, lease, extents * spec.extent_blocks * spec.block_nbytes, gently):
-                runtime.batch.blocks += extents * spec.extent_blocks
-                return True
-        return False
+        """What is needed takes what others have; what is wished beside it, what is free or idle."""
+        wanted = -(-blocks // runtime_of(lease).spec.extent_blocks)
+        if not self._place(lease, wanted, gently):
+            return False
+        if not gently and wanted < EXTENTS:
+            self._place(lease, EXTENTS - wanted, gently=True)
+        return True
 
-    def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
+    def _place(self, lease: SimulatedLease, extents: int, gently: bool) -> bool:
+        gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
+        more = extents * runtime.spec.extent_blocks
+        nbytes = more * runtime.spec.block_nbytes
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
-        batch, block_nbytes = runtime_of(lease).batch, runtime_of(lease).spec.block_nbytes
-        evict = self.offload != "never" or batch.blocks + nbytes // block_nbytes <= batch.one_needs
+        evict = self.offload != "never" or runtime.batch.blocks + more <= runtime.batch.one_needs
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
@@ -63,4 +64,5 @@ class KvMemory:
             evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
         if evicted or len(gpu.contexts) != len(gpu.told):
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
+        runtime.batch.blocks += more
         return True
