@@ -47,6 +47,7 @@ class RuntimeProcess:
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
         self._awaited: set[int] = set()  # leases whose adapter is on its way
         self._turn = RuntimeTurn()
+        self._offered_s = 0.0  # as it was before the step
 
     # --- the loop
 
@@ -283,6 +284,7 @@ class RuntimeProcess:
         assert self._engine is not None
         began_s, waited_s, room_s = time.perf_counter(), self._bound.waited_s, self._kv.waited_s
         known = {each.number for each in self._engine.batch.running}
+        self._offered_s = self._bound.offered_s
         self._turn.stepped = True
         # a step that waits for weights takes as long as their copies in any case
         self._engine.batch.brief = self._turn.brief(began_s) and not self._bound.missing
@@ -326,7 +328,9 @@ class RuntimeProcess:
 
     def _stepped(self, began_s: float, idle: m.IdleKv | None = None) -> m.Stepped:
         assert self._engine is not None
-        busy_us = int((time.perf_counter() - began_s) * 1e6)
+        took_s = time.perf_counter() - began_s
+        offered_s = self._bound.offered_s - self._offered_s  # whoever has computed then, says so itself
+        busy_us = max(1, int((took_s - offered_s) * 1e6))
         shares = step_shares(self._engine.step_work, self._engine.batch.running)
         return m.Stepped(busy_us=busy_us, idle=idle, shares=shares)
 

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import layers, models
-from dormouse.gpuserver.runtime.executor_link import ExecutorLink, WeightsLost
+from dormouse.gpuserver.runtime.executor_link import SOON_S, ExecutorLink, WeightsLost
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.mapping import PoolMapping
 from dormouse.gpuserver.runtime.members import Member
@@ -50,6 +50,7 @@ class SeatWeights:
         self._link, self._mapping = link, mapping
         self.missing: set[int] = set()
         self.waited_s = 0.0  # for them, in all
+        self.offered_s = 0.0  # of that, since others were offered the GPU
         self._segments: dict[int, int] = {}  # by address of a parameter
         self._hooks: list[RemovableHandle] = []  # of modules that wait for theirs
 
@@ -112,7 +113,9 @@ class SeatWeights:
     def _wait_for(self, segments: set[int]) -> None:
         began_s = time.perf_counter()
         while segments & self.missing:
+            asked_s = time.perf_counter()
             message: m.SegmentsCame | m.SeatEnds = self._link.wait_for(m.SegmentsCame, m.SeatEnds, late=m.StepWaits())
+            self.offered_s += max(0.0, time.perf_counter() - asked_s - SOON_S)
             if isinstance(message, m.SeatEnds):
                 self._link.heard.appendleft(message)
                 raise StepCut

@@ -168,6 +168,23 @@ def test_a_step_that_waits_for_weights_says_so_once_until_some_have_come(played:
     assert played.until(m.Stepped) == ["Tokens", "Stepped"]
 
 
+def test_a_step_is_not_busy_while_others_may_compute(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come after 100 s, of which it has kept the GPU for 20 ms."""
+    clock, passed_s = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed_s[0])
+    played.executor.send(m.SeatEnds())
+    played.thread.start()
+    played.said(m.SeatLeft)
+    played.give_base()
+    played.seat(1, 1)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    played.said(m.StepWaits)
+    passed_s[0] += 100.0
+    played.executor.send(m.SegmentsCame(segments=[1]))
+    assert 20_000 < played.said(m.Stepped).busy_us < 50_000_000
+
+
 def test_nothing_is_learned_of_what_a_step_takes_that_waits_for_weights(played: Played) -> None:
     """It takes as long as they do. Pieces of prompts would be too small for many steps after it."""
     played.executor.send(m.SeatEnds())
