@@ -69,6 +69,14 @@ def test_what_is_given_can_be_read_and_kv_written(device: HostDevice) -> None:
     assert ctypes.string_at(device.storage(2 * MIB, 1).data_ptr(), 1) == b"\x09"
 
 
+def test_another_granule_that_is_given_at_the_same_place_is_what_is_read_there(device: HostDevice) -> None:
+    mapping = mapped(device, 0, writable=False)
+    fd = device.granule(2 * MIB, writable=False)
+    mapping.map([m.GranuleAt(offset=0, physical=2 * MIB, nbytes=2 * MIB)], [fd], writable=False)
+    os.close(fd)
+    assert first_byte(mapping, 0).item() == 2
+
+
 def test_a_write_to_weights_ends_the_writer_and_changes_nothing(device: HostDevice) -> None:
     def act() -> int:
         first_byte(mapped(device, 0, writable=False), 0).fill_(9)
