@@ -58,23 +58,24 @@ def test_more_adapters_than_the_gpu_holds(node: TestNode, models: dict[str, Any]
     assert sum(row["evictions"] for row in node.status()["functions"].values()) > 0
 
 
-def test_an_adapter_that_is_removed_is_not_mapped_any_more_where_others_are_computed(
-    node: TestNode, models: dict[str, Any], client: openai.OpenAI, tmp_path: Path
-) -> None:
-    save_adapter(tmp_path, base_model(), r=240, target_modules=ALL)
-    node.admin.deploy("gone", modelfolder.find_adapter(str(tmp_path)), {"base": "chat"})
-    node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "the leases of others to end")
-    stream = streaming(client, "a long one", 150)
-    next(stream)
-    (pid,) = runtimes(node)
-    before = granules(pid, "r--s")
-    assert before
-    ask(client, "something", 4, "gone")
-    assert granules(pid, "r--s") > before
-    node.remove("gone")
-    node.wait(lambda: granules(pid, "r--s") == before, 30, "the adapter to be unmapped")
-    assert runtimes(node) == [pid]
-    rest(stream)
+def test_an_adapter_that_is_removed_is_not_mapped_any_more_where_others_are_computed(tmp_path: Path) -> None:
+    """On a node of its own, where nobody else comes and goes meanwhile."""
+    make_folder(tmp_path / "chat")
+    save_adapter(tmp_path / "gone", base_model(), r=240, target_modules=ALL)
+    with running_node(CONFIG) as node, connected(node) as client:
+        deploy(node, "chat", tmp_path / "chat")
+        node.admin.deploy("gone", modelfolder.find_adapter(str(tmp_path / "gone")), {"base": "chat"})
+        stream = streaming(client, "a long one", 150)
+        next(stream)
+        (pid,) = runtimes(node)
+        before = granules(pid, "r--s")
+        assert before
+        ask(client, "something", 4, "gone")
+        assert granules(pid, "r--s") > before
+        node.remove("gone")
+        node.wait(lambda: granules(pid, "r--s") == before, 30, "the adapter to be unmapped")
+        assert runtimes(node) == [pid]
+        rest(stream)
 
 
 def test_kills_of_the_runtime_under_load(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:

@@ -113,7 +113,7 @@ def test_others_have_runtimes_of_their_own(
 
 def test_while_the_weights_of_one_come_others_that_are_there_compute(tmp_path: Path) -> None:
     """Over a link that takes seconds for half a megabyte. All that is said of one meanwhile is whole and right."""
-    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "200KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
+    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
     here, there = make_folder(tmp_path / "here"), make_folder(tmp_path / "there", seed=1)
     with running_node(config) as slow, connected(slow) as client, ThreadPoolExecutor() as pool:
         for name in ("here", "there"):
