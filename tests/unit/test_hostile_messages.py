@@ -38,7 +38,7 @@ def _value(kind: Any, rng: random.Random, tickets: list[int]) -> Any:
     if structs:
         made = _struct(structs[0], rng, tickets)
         return made if structs[0] is kind else rng.choice((None, made))
-    return rng.choice((None, b"", b"[1]", b"\xff", b"[" * 2000))
+    return rng.choice((*(() if kind is bytes else (None,)), b"", b"[1]", b"\xff", b"[" * 2000))
 
 
 def _message(kinds: Any, rng: random.Random, tickets: list[int]) -> Any:

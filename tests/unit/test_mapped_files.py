@@ -134,6 +134,7 @@ class Instance:
     def __init__(self, directory: str, store: SmallStore) -> None:
         self.store = store
         self.backend = NodeBackend(directory, store.arena)
+        self.backend.may_acquire = False  # as outside of load(): there is no router that hears how far that has come
         self.stream = Stream(self.backend)
 
     def upload(self, tensor: torch.Tensor) -> bytes:

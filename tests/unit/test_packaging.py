@@ -70,7 +70,7 @@ def test_every_module_comes_from_what_is_tested() -> None:
 def test_the_wheel_has_every_file() -> None:
     assert WHEEL is not None
     for name, folder in PACKAGES.items():
-        here = {p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".cpp", ".h", ".typed")}
+        here = {p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".cpp", ".h", ".html", ".typed")}
         there = {p.name for p in (Path(WHEEL) / name.replace(".", "/")).iterdir() if p.is_file() and p.suffix != ".so"}
         assert there == here
 
