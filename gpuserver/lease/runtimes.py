@@ -192,6 +192,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             books.waits = True
         case m.LoadChanged(load=load, busy=busy):
             rested, books.rests, books.running = books.rests, not load.running and not load.waiting, load.running
+            books.wanting &= not books.rests  # what it wanted as it was given the turn, it has computed
             if not books.rests:
                 preloads.give_up(state)
             elif not rested and (turns := [each for each in members if each.state is LeaseState.RUNNING and each.idle]):

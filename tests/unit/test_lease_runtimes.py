@@ -492,6 +492,18 @@ def test_weights_that_several_hold_who_rest_are_in_the_order_of_all(worth: float
     assert (102 in played.machine.residency.pool) == (worth < 1.0)
 
 
+def test_who_asked_for_the_turn_as_it_was_given_rests_once_all_is_computed() -> None:
+    """The question was on its way: no step answers it any more, and the lease would never end."""
+    played = Played(granules=4, models="a")
+    played.wake("a")
+    played.say("a", m.StepsWanted())
+    played.step("a")
+    played.rests("a")
+    played.now_s += SEAT_IDLE_S
+    played.do(e.Tick())
+    assert not played.machine.leases
+
+
 def test_one_that_wants_its_turn_does_not_rest() -> None:
     played = rests_beside("abc", 3.0)
     played.say("a", m.StepsWanted())
