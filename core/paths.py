@@ -31,7 +31,7 @@ _ROLE: Final = r"(supervisor|router|controller|store|metrics|gpu[0-9]+)"
 _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"node\.json|supervisor\.pid|version|attach|ready|ready\.new|switch[0-9]+"
+        r"node\.json|supervisor\.pid|version|attach|drained|ready|ready\.new|switch[0-9]+"
         rf"|warming(-{_WORLD})?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
@@ -81,6 +81,7 @@ class RunPaths:
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
         self.version = self.trusted / "version"
+        self.drained = self.trusted / "drained"  # is there while no new requests are taken
         self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.run / "admin")  # the router's, for the command line; it asks the kernel who calls

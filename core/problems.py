@@ -53,6 +53,9 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
         yield f"{role} does not start, and is tried again: {text}"
     for role in node.get("gone", ()):
         yield f"{role} has ended, and is started again"
+    if node.get("draining"):
+        left = f"; {count} run still" if (count := node.get("requests_open")) else ""
+        yield f"drained: no new requests are taken until `dormouse drain --undo`{left}"
     if node["missing"]:
         yield f"not ready: waits for {', '.join(node['missing'])}"
     for number, gpu in value["gpus"].items():

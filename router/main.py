@@ -37,6 +37,7 @@ from dormouse.router.decisions import failures
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.drain import Draining
 from dormouse.router.front.http import Application
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.server import HttpServer
@@ -69,7 +70,9 @@ class Router(Actor):
         self.policy = RequestPolicy(picture)
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
-        self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell), TenantLimits(config.tenants))
+        counts, limits_of_tenants = ServedCounts(self._tell), TenantLimits(config.tenants)
+        drain = Draining(self.paths.drained, lambda: self.requests.left + self._jobs.begun)
+        self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
         self._jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell)

@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 10
+PROTOCOL: Final = 11
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -215,6 +215,12 @@ class CancelJob(Packet, frozen=True, kw_only=True, tag=22):
     id: str
 
 
+class Drain(Packet, frozen=True, kw_only=True, tag=23):
+    """Take no new requests, and answer once nothing runs any more; ``undo``: take them again."""
+
+    undo: bool = False
+
+
 Act = (
     Deploy
     | Invoke
@@ -236,6 +242,7 @@ Act = (
     | AskJob
     | JobResult
     | CancelJob
+    | Drain
 )
 """What a caller may want; whether it may is decided for each."""
 

@@ -52,6 +52,12 @@ class AdminClient:
         """The scheduler's settings, changed so."""
         return self._asked(a.Policy(changes=changes), dict[str, Any])
 
+    def drain(self, undo: bool = False) -> bool:
+        """Whether it has drained, once nothing runs any more; with ``undo`` at once."""
+        with self._conversation(None) as conversation:
+            answer = b"".join(conversation.ask(a.Drain(undo=undo)))
+        return msgspec.json.decode(answer, type=dict[str, bool])["drained"]
+
     def restart(self, name: str) -> None:
         """New instances of it."""
         self._call(a.Restart(name=name))

@@ -46,7 +46,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 
 
 for command in (
-    *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
+    *(cli_node.up, cli_node.down, cli_node.drain, cli_node.status, cli_node.policy, cli_node.doctor),
     *(
         cli_functions.deploy,
         cli_functions.ls,

@@ -89,6 +89,25 @@ def down(context: CommandContext, json_: bool) -> None:
 
 
 @click.command()
+@click.option("--undo", is_flag=True, help="Take new requests again.")
+@as_json
+@pass_context
+def drain(context: CommandContext, undo: bool, json_: bool) -> None:
+    """Take no new requests, and wait until those that run have ended.
+
+    New ones are answered 503 with the code `draining`, and /readyz says so, until `dormouse drain --undo` or `down`.
+    Jobs that wait are kept for afterwards. Ctrl-C ends the waiting, and not the drain.
+    """
+    drained = context.client.drain(undo)
+    if json_:
+        show_json({"drained": drained})
+    elif undo:
+        click.echo("new requests are taken again")
+    else:
+        click.echo("drained: nothing runs" if drained else "the drain was undone meanwhile")
+
+
+@click.command()
 @function_argument(required=False)
 @click.option("--all", "all_", is_flag=True, help="All tables, of all functions.")
 @as_json
@@ -109,7 +128,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
     Keys of --json (sizes in bytes; null: none or not known):
       node       name address host port run state confinement peers
                  down (why, by process that does not start)
-                 instances requests_open missing
+                 instances requests_open missing draining
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes kv_nbytes (of language models,
                  when a lease last began or ended)

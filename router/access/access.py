@@ -51,6 +51,7 @@ class Act(Enum):
     LOAD_ADAPTER = "deploy lora"
     UNLOAD_ADAPTER = "rm lora"
     POLICY = "policy"
+    DRAIN = "drain"
     USAGE = "cost"
     REQUESTS = "requests"
     KEYS = "keys ls"
@@ -88,6 +89,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.REQUESTS: "deploy",
     Act.STATUS: "admin",
     Act.POLICY: "admin",
+    Act.DRAIN: "admin",
     Act.KEYS: "keys",
     Act.CREATE_KEY: "keys",
     Act.REVOKE_KEY: "keys",
@@ -157,6 +159,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,
+    a.Drain: Act.DRAIN,
     a.Usage: Act.USAGE,
     a.RecentRequests: Act.REQUESTS,
     a.Logs: Act.LOGS,

@@ -54,6 +54,7 @@ Called = (
     | a.AskJob
     | a.CancelJob
     | a.Policy
+    | a.Drain
     | a.Keys
     | a.CreateKey
     | a.RevokeKey
@@ -195,6 +196,17 @@ class Admin:
                     if answer.failure is not None:
                         raise HttpError(answer.failure)
                 return orjson.loads(answer.json)
+            case a.Drain(undo=undo):
+                with self._audited(caller, act, "--undo" if undo else ""):
+                    self._permit(caller, act)
+                    drain = self._requests.drain
+                    if undo:
+                        drain.undo()
+                        self._jobs.resume()
+                    else:
+                        drain.begin()
+                    self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.begun)
+                return {"drained": False if undo else await drain.ended()}
             case a.Keys():
                 self._permit(caller, act)
                 return [shown(key) for key in self._keys.all()]

@@ -117,7 +117,7 @@ class AdminSocket:
                 await self._tell(connection, self._admin.invoke(caller, act, body))
             case a.JobResult():
                 await self._tell(connection, self._admin.result(caller, act))
-            case a.AskJob():
+            case a.AskJob() | a.Drain():
                 answer = await self._until_gone(connection, self._admin.call(caller, act))
                 await _answer(connection, orjson.dumps(answer))
             case a.Logs():

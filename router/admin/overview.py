@@ -10,6 +10,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
+from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
 from dormouse.schemas.messages import FunctionSpec
 
@@ -29,6 +30,7 @@ class Node(Protocol):
     peers: dict[str, int]
     down: dict[str, str]
     policy: RequestPolicy
+    requests: Requests
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -120,6 +122,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "instances": len(picture.instances) + len(picture.sessions),
             "requests_open": len(picture.requests),
             "missing": node.policy.missing(),
+            "draining": node.requests.drain.on,
             "watchers": node.watchers,
         },
         "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},

@@ -40,9 +40,9 @@ def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
     return HttpError(Failure(code=code, status=status, text=text), close)
 
 
-def refused(refusal: Refusal) -> HttpError:
+def refused(refusal: Refusal, close: bool = False) -> HttpError:
     failure = Failure(code=refusal.code, status=refusal.status, text=refusal.text)
-    return HttpError(failure, headers=refusal.headers)
+    return HttpError(failure, close, refusal.headers)
 
 
 class Exchange:

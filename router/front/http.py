@@ -152,8 +152,10 @@ class Application:
             case Act.HEALTH:
                 await x.answer_json(200, {"status": "ok"})
             case Act.READY:
-                missing = self._node.policy.missing()
-                await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
+                missing, draining = self._node.policy.missing(), self._node.requests.drain.on
+                ready = not missing and not draining
+                said = {"ready": ready, "missing": missing, "draining": draining}
+                await x.answer_json(200 if ready else 503, said)
             case _:
                 await self._administer(x, entered)
 
@@ -171,6 +173,8 @@ class Application:
         await requests.knows_catalogue()
         if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
+        if (refusal := requests.drain.refusal()) is not None:  # before its body is read
+            raise refused(refusal, close=True)
         wish = self._jobs.wish(x)
         kind, accept = ("", "") if name is None else _types(x)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)

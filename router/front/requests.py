@@ -20,6 +20,7 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front import tracing
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.drain import Draining
 from dormouse.router.front.recent import Past
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
@@ -82,8 +83,9 @@ class Requests:
         dispatch: Callable[[e.Event], None],
         counts: ServedCounts,
         limits_of_tenants: TenantLimits,
+        drain: Draining,
     ) -> None:
-        self.counts, self.tenants = counts, limits_of_tenants
+        self.counts, self.tenants, self.drain = counts, limits_of_tenants, drain
         self.body_nbytes = parse_nbytes(limits.body)
         self.heartbeat_s = limits.heartbeat_ms / 1000
         self.bodies = Bodies(parse_nbytes(limits.bodies))
@@ -103,7 +105,9 @@ class Requests:
         return self.catalogue_known.is_set()
 
     def refusal(self, function: str) -> Refusal | None:
-        """Why its tenant may not have one more request now."""
+        """Why its tenant may not have one more request now, or nobody may."""
+        if self.drain.on:
+            return self.drain.refusal()
         known = self._picture.functions.get(function)
         return None if known is None else self.tenants.enter(known.spec.tenant, time.monotonic())
 
@@ -131,6 +135,11 @@ class Requests:
         if stream is None or not stream.told_its_end:
             self._dispatch(e.RequesterLeft(request))
 
+    @property
+    def left(self) -> int:
+        """How many have no answer yet."""
+        return len(self._open)
+
     def body(self, request: int) -> Body:
         return self._open[request].body
 
@@ -157,6 +166,7 @@ class Requests:
         request.end(outcome, answer)
         if self.watcher is not None:
             self.watcher(outcome)
+        self.drain.look()
         if (stats := request.stats) is None or (request.labels.again and not_run(outcome)):
             return
         self.counts.add(request.function, stats.tenant, outcome)

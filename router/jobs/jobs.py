@@ -232,7 +232,9 @@ class Jobs:
 
     def _go_on(self) -> None:
         """Begin what may begin, and forget what is old."""
-        if self._stopping or not self._read.is_set():
+        drain = self._node.requests.drain
+        drain.look()
+        if self._stopping or not self._read.is_set() or drain.on:  # those that there are wait
             return
         now_s = time.monotonic()
         if expired := self.book.expired(now_s):
@@ -242,6 +244,15 @@ class Jobs:
             self._node.spawn(self._runs(job))
         due_s = self.book.next_due_s(now_s)
         self._timer.set(None if due_s == float("inf") else due_s)
+
+    @property
+    def begun(self) -> int:
+        """How many have, and have not ended."""
+        return sum(job.state is JobState.BEGUN for job in self.book.jobs.values())
+
+    def resume(self) -> None:
+        """Jobs may begin again."""
+        self._go_on()
 
     async def _erase(self, jobs: list[str]) -> None:
         try:

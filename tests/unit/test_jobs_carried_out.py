@@ -14,6 +14,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.drain import Draining
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.jobs.book import Job
 from dormouse.router.jobs.jobs import AT_ONCE, Jobs, KeptRequest
@@ -36,7 +37,12 @@ class Node:
         self.state, self.log, self.picture = StatePaths(directory), Log(), picture
         self.arrived: list[e.Event] = []
         self.requests = Requests(
-            self.config.limits, picture, self.arrived.append, ServedCounts(_told), TenantLimits({})
+            self.config.limits,
+            picture,
+            self.arrived.append,
+            ServedCounts(_told),
+            TenantLimits({}),
+            Draining(directory / "drained", int),
         )
         self.tasks: set[asyncio.Task[None]] = set()
 

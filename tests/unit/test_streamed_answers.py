@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.drain import Draining
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.schemas import messages as m
@@ -64,7 +66,8 @@ def test_who_leaves_after_the_last_event_has_not_cancelled(parts: list[bytes], k
     async def told() -> list[e.Event]:
         events: list[e.Event] = []
         state = RouterState(loads=1, max_queue=1, prefix="")
-        requests = Requests(LimitsSection(), state, events.append, ServedCounts(print), TenantLimits({}))
+        drain = Draining(Path("/nowhere"), int)
+        requests = Requests(LimitsSection(), state, events.append, ServedCounts(print), TenantLimits({}), drain)
         number, answer = requests.submit("chat", Body(requests.bodies))
         requests.begun(e.BeginStream(number, kind, e.Timing()))
         stream = answer.result()
