@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.core.directories import lock, open_directory, remove_tree
+from dormouse.core.migrations import migrate
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.errors import ConfigError
 
@@ -26,6 +27,7 @@ def remove(directory: Path, names: Sequence[str]) -> list[str]:
         state = StatePaths(directory)
         if not state.catalogue.exists():
             return []
+        migrate(state)
         catalogue = CatalogueFile(state.catalogue)
         try:
             deployed = {name for name, _ in catalogue.versions()}

@@ -125,6 +125,7 @@ class StatePaths:
 
     def __init__(self, state: str | Path) -> None:
         self.state = Path(state)
+        self.version = self.state / "version"
         self.catalogue = self.state / "catalogue.sqlite3"
         self.keys = self.state / "keys.json"
         self.functions = self.state / "functions"

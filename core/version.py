@@ -22,10 +22,11 @@ def this_version() -> str:
     """
     files = [*sorted(Path(str(messages.__file__)).parent.glob("*.py")), Path(str(stream.__file__))]
     sources = b"".join(file.read_bytes() for file in files)
-    return f"{_package()} (messages {hashlib.sha256(sources).hexdigest()[:8]})"
+    return f"{package_version()} (messages {hashlib.sha256(sources).hexdigest()[:8]})"
 
 
-def _package() -> str:
+def package_version() -> str:
+    """For example ``0.1.0``."""
     try:
         return importlib.metadata.version("dormouse")
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed

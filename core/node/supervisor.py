@@ -27,6 +27,7 @@ from dormouse.core.evidence import EVIDENCE_FD, EvidencePages
 from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
+from dormouse.core.migrations import migrate
 from dormouse.core.node.children import RunningRole, kind
 from dormouse.core.node.notify import ServiceManager
 from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
@@ -336,6 +337,7 @@ async def serve(config: NodeConfig, service: ServiceManager | None = None) -> No
         directory = RunDirectory.claim(paths.run)
         try:
             lock(state_fd, state.state, "state directory")
+            migrate(state)
             directory.empty()
             directory.make()
             state.make()
