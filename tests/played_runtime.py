@@ -39,7 +39,7 @@ class Played:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs = theirs
         self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(ours, m.RuntimeToExecutor)
-        ours.settimeout(20)
+        ours.settimeout(60)
         self.process = RuntimeProcess(theirs, HostMapping(64 * MIB), rule)
         self.thread = threading.Thread(target=self._run)
         self.model = reference("llama")
@@ -185,5 +185,5 @@ class Played:
     def close(self) -> None:
         self.executor.close()
         if self.thread.ident is not None:
-            self.thread.join(20)
+            self.thread.join(60)
         self.theirs.close()

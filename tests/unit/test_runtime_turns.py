@@ -185,11 +185,22 @@ def test_a_step_is_not_busy_while_others_may_compute(played: Played, monkeypatch
     assert 20_000 < played.said(m.Stepped).busy_us < 50_000_000
 
 
-def test_nothing_is_learned_of_what_a_step_takes_that_waits_for_weights(played: Played) -> None:
+def test_nothing_is_learned_of_what_a_step_takes_that_waits_for_weights(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes as long as they do. Pieces of prompts would be too small for many steps after it."""
     played.executor.send(m.SeatEnds())
     played.thread.start()
     played.said(m.SeatLeft)
+    progress, kv, engine = played.process._progress, played.process._kv, played.process._engine
+    assert engine is not None
+    pace, paced = engine.pace.learn, list[int]()  # prompt tokens; what it makes of the times may be 0
+
+    def learn(prompt_tokens: int, took_ms: float) -> None:
+        paced.append(prompt_tokens)
+        pace(prompt_tokens, took_ms)
+
+    monkeypatch.setattr(engine.pace, "learn", learn)
     played.give_base()
     played.seat(1, 1)
     played.submit(1, prompts(1, 40)[0])
@@ -198,14 +209,12 @@ def test_nothing_is_learned_of_what_a_step_takes_that_waits_for_weights(played: 
     played.executor.send(m.SegmentsCame(segments=[1]))
     for _ in range(NEW):
         played.said(m.Stepped)
-    progress, kv, engine = played.process._progress, played.process._kv, played.process._engine
-    assert engine is not None
-    assert (progress.times, kv.cost.expected_us(1000), engine.pace.tokens(256)) == (None, 0, FEW)
+    assert (progress.times, kv.cost.expected_us(1000), paced) == (None, 0, [0] * (NEW - 1))
     played.submit(2, prompts(2, 40)[0])
     played.said(m.Stepped)
     assert progress.times is not None
     assert kv.cost.expected_us(1000) > 0
-    assert engine.pace._token_ms > 0
+    assert paced[NEW - 1] == 40
 
 
 def test_what_a_step_waits_for_room_is_no_part_of_what_steps_take(
