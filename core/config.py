@@ -76,6 +76,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     sharing: str = "tenant"  # "none" | "tenant" | "node": functions whose equal tensors are kept once
     isolation: str = "tenant"  # "tenant" | "function": whose language models a runtime computes for, if equal
     adapters: str = ""  # below which folder those lie that POST /v1/load_lora_adapter may name; "": it takes none
+    secrets_key: str = ""  # the file of the key of tenants' secrets; default: STATE/secrets.key
     admins: tuple[str, ...] = ()  # users, by name or numeric uid, who may administrate beside the node's own and root
     tenants: str = (
         "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other

@@ -105,6 +105,8 @@ def _slips(config: NodeConfig) -> Iterator[str]:
             yield f"sandbox.read has {path!r}; write absolute paths of directories, not /"
     if (adapters := config.node.adapters) and (not adapters.startswith("/") or not os.path.isdir(adapters)):
         yield f"node.adapters is {adapters!r}; write the absolute path of a folder that is there"
+    if (key := config.node.secrets_key) and (not key.startswith("/") or not os.path.isdir(os.path.dirname(key))):
+        yield f"node.secrets_key is {key!r}; write the absolute path of a file, in a folder that is there"
     for label, choices in _CHOICES.items():
         if (value := attrgetter(label)(config)) not in choices:
             yield f"{label} is {value!r}; write {' or '.join(choices)}"

@@ -128,6 +128,8 @@ class StatePaths:
         self.version = self.state / "version"
         self.catalogue = self.state / "catalogue.sqlite3"
         self.keys = self.state / "keys.json"
+        self.secrets = self.state / "secrets.json"
+        self.secrets_key = self.state / "secrets.key"  # or where [node] secrets_key says
         self.functions = self.state / "functions"
         self.blobs = self.functions / BLOBS
         self.logs = self.state / "logs"

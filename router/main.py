@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import assert_never
 
 from dormouse.core import tenants
@@ -20,6 +21,8 @@ from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
+from dormouse.core.masking import SecretMask
+from dormouse.core.secretfile import SecretFile
 from dormouse.router.access.gate import HttpGate
 from dormouse.router.access.limits import TenantLimits
 from dormouse.router.admin import adminhttp, overview
@@ -30,6 +33,7 @@ from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.admin.snapshots import Snapshots
+from dormouse.router.admin.vault import Vault, variables_file
 from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.watch import Sampler
 from dormouse.router.decisions import events as e
@@ -49,7 +53,7 @@ from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.jobs.jobshttp import JobsHttp
 from dormouse.router.shell import Shell
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
 
 
 class Router(Actor):
@@ -83,6 +87,8 @@ class Router(Actor):
         self._zygote = ZygoteLink(
             config.sandbox, self.paths, self.instances, self.dispatch, self._forking_changed, self.log
         )
+        secrets_key = Path(config.node.secrets_key) if config.node.secrets_key else self.state.secrets_key
+        self._vault = Vault(SecretFile(self.state.secrets, secrets_key), picture)
         self._sessions = Sessions(self)
         self._watch: Sampler | None = None
         self._http: HttpServer | None = None
@@ -100,7 +106,7 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self._jobs)
+        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self._jobs, self._vault)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()
@@ -322,6 +328,11 @@ class Router(Actor):
     def _start(self, name: str, spec: m.FunctionSpec) -> None:
         try:
             log = self._logs.of(spec.name)
+            secrets = self._vault.values(spec)
+            variables = variables_file(spec, secrets)
+        except ConfigError as error:
+            self.dispatch(e.InstanceExited(name, f"could not be started: {error}"))
+            return
         except OSError as error:
             how = f"could not be started ({error.filename}: {error.strerror}; free space on the disk of [node] state)"
             self.dispatch(e.InstanceExited(name, how))
@@ -331,11 +342,15 @@ class Router(Actor):
         log.write(
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )
-        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name))
+        host.mask = SecretMask(secrets)
+        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), SecretMask(secrets))
         folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
-        fork = self.instances.fork_message(host, spec, str(folder), self.device)
-        self._zygote.post(fork, (pipe.write_fd, host.arena.fd))
+        fork = self.instances.fork_message(host, spec, str(folder), self.device, variables >= 0)
+        fds = (pipe.write_fd, host.arena.fd, variables)
+        self._zygote.post(fork, fds if fork.variables else fds[:2])
         pipe.handed()
+        if variables >= 0:
+            os.close(variables)
         self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
 
 

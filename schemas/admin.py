@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 11
+PROTOCOL: Final = 12
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -63,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tpot: str | int = 60
     isolation: str = ""  # "tenant" | "function"; "": what the node's configuration says
     base: str = ""  # the folder is a LoRA adapter of this language model, which is deployed
+    env: dict[str, str] = {}  # environment variables
+    secrets: tuple[str, ...] = ()  # of the tenant, by name: environment variables, too
 
 
 # --- who administers -> node
@@ -221,6 +223,25 @@ class Drain(Packet, frozen=True, kw_only=True, tag=23):
     undo: bool = False
 
 
+class Secrets(Packet, frozen=True, kw_only=True, tag=24):
+    """What secrets there are, of a tenant or of all that the caller sees: their names, and no value."""
+
+    tenant: str = ""
+
+
+class SetSecret(Packet, frozen=True, kw_only=True, tag=25):
+    """Who restarts a function gives it the new value."""
+
+    tenant: str
+    name: str
+    value: str
+
+
+class RemoveSecret(Packet, frozen=True, kw_only=True, tag=26):
+    tenant: str
+    name: str
+
+
 Act = (
     Deploy
     | Invoke
@@ -243,6 +264,9 @@ Act = (
     | JobResult
     | CancelJob
     | Drain
+    | Secrets
+    | SetSecret
+    | RemoveSecret
 )
 """What a caller may want; whether it may is decided for each."""
 

@@ -112,6 +112,16 @@ class AdminClient:
     def revoke_key(self, name: str) -> dict[str, Any]:
         return self._asked(a.RevokeKey(id=name), dict[str, Any])
 
+    def secrets(self, tenant: str = "") -> list[dict[str, Any]]:
+        """Their names; of all tenants, if none is named."""
+        return self._asked(a.Secrets(tenant=tenant), dict[str, list[dict[str, Any]]])["secrets"]
+
+    def set_secret(self, tenant: str, name: str, value: str) -> dict[str, Any]:
+        return self._asked(a.SetSecret(tenant=tenant, name=name, value=value), dict[str, Any])
+
+    def remove_secret(self, tenant: str, name: str) -> dict[str, Any]:
+        return self._asked(a.RemoveSecret(tenant=tenant, name=name), dict[str, Any])
+
     def invoke(self, name: str, body: bytes) -> bytes:
         """The whole answer."""
         return b"".join(piece for _, piece in self.stream(name, body))

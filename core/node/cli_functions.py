@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.cli_secrets import variables
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json, table
@@ -67,6 +68,9 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle().")
 @click.option("--batch", default=0, help="Requests of one handle_batch(), at most.  [default: one by one]")
 @click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable that it sees. Several may be given.")
+@click.option("--env-file", multiple=True, metavar="FILE", help="A file of such lines.")
+@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A secret that it sees as a variable.")
 @as_json
 @pass_context
 def deploy(
@@ -76,6 +80,8 @@ def deploy(
     file: str | None,
     llm: str | None,
     lora: str | None,
+    env: tuple[str, ...],
+    env_file: tuple[str, ...],
     json_: bool,
     **settings: Any,
 ) -> None:
@@ -121,7 +127,8 @@ def deploy(
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
-        answer = command.client.deploy(name, found, {**settings, "llm": llm is not None}, _show_printed)
+        settings |= {"llm": llm is not None, "env": variables(env, env_file)}
+        answer = command.client.deploy(name, found, settings, _show_printed)
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:

@@ -4,6 +4,7 @@ Used by the zygote's loop, which owns the sockets; here are only processes. A ch
 a pipe, so that nothing unconfined ever runs user code.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -92,8 +93,8 @@ class ForkServer:
 
     def fork(self, fork: m.Fork, fds: list[int]) -> ForkedInstance:
         """Start an instance; ``fds`` are [log, arena]. Raises ForkRefused, and ProcessFailed if forking is not safe."""
-        if len(fds) != 2 or fork.instance in self.children:
-            raise ForkRefused("a Fork needs a new name and two descriptors: log, arena")
+        if len(fds) != 2 + fork.variables or fork.instance in self.children:
+            raise ForkRefused("a Fork needs a new name and descriptors: log, arena, and its variables if it has any")
         if len(os.listdir("/proc/self/task")) != 1:
             raise ProcessFailed("the zygote has more than one thread; instances would inherit locks that nobody frees")
         report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -106,7 +107,7 @@ class ForkServer:
                 init, lifeline = self._start_init()
             pid = os.fork()
             if pid == 0:
-                self._become(fork, group, fds[0], fds[1], report_write)
+                self._become(fork, group, fds, report_write)
         except OSError as error:
             os.close(report)
             self._end_init(init, lifeline)
@@ -201,8 +202,11 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)  # its own children come to us now: look again
 
-    def _become(self, fork: m.Fork, group: cgroups.Group | None, log_fd: int, arena_fd: int, report: int) -> NoReturn:
-        """In the child. The caller's frames keep the zygote's sockets referenced: none closes a descriptor of ours."""
+    def _become(self, fork: m.Fork, group: cgroups.Group | None, fds: list[int], report: int) -> NoReturn:
+        """In the child. The caller's frames keep the zygote's sockets referenced: none closes a descriptor of ours. Its
+        variables are read here and not in the zygote, whose memory other children inherit.
+        """
+        log_fd, arena_fd = fds[:2]
         try:
             signal.set_wakeup_fd(-1)
             if group is not None:
@@ -222,7 +226,9 @@ class ForkServer:
                 place=self._place,
                 scratch_nbytes=self._scratch_nbytes,
             )
+            variables = _variables(fds[2]) if fork.variables else {}
             folder = confinement.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
+            os.environ.update(variables)
         except (OSError, DormouseError) as error:
             os.write(report, f"cannot confine the instance: {error}".encode())
             os._exit(CONFINEMENT_FAILED)
@@ -236,6 +242,12 @@ class ForkServer:
             traceback.print_exc()
         finally:
             os._exit(CONFINEMENT_FAILED)
+
+
+def _variables(fd: int) -> dict[str, str]:
+    """By name. The descriptor is closed with all others that are not the child's."""
+    found: dict[str, str] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    return found
 
 
 def _wait_for_end(stdin: int) -> NoReturn:

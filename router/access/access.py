@@ -57,6 +57,9 @@ class Act(Enum):
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
     REVOKE_KEY = "keys revoke"
+    SECRETS = "secret ls"
+    SET_SECRET = "secret set"
+    REMOVE_SECRET = "secret rm"
 
 
 NEEDS: Final[dict[Act, Right | None]] = {
@@ -85,6 +88,9 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.UNPIN: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
+    Act.SECRETS: "deploy",
+    Act.SET_SECRET: "deploy",
+    Act.REMOVE_SECRET: "deploy",
     Act.USAGE: "deploy",
     Act.REQUESTS: "deploy",
     Act.STATUS: "admin",
@@ -136,6 +142,9 @@ ROUTES: Final = (
     Route(Act.PIN, "PUT", re.compile(r"/admin/functions/([^/]+)/pin")),
     Route(Act.UNPIN, "DELETE", re.compile(r"/admin/functions/([^/]+)/pin")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
+    Route(Act.SECRETS, "GET", re.compile(r"/admin/secrets")),
+    Route(Act.SET_SECRET, "PUT", re.compile(r"/admin/secrets/([^/]+)")),
+    Route(Act.REMOVE_SECRET, "DELETE", re.compile(r"/admin/secrets/([^/]+)")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
     Route(Act.REQUESTS, "GET", re.compile(r"/admin/requests")),
@@ -166,6 +175,9 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Keys: Act.KEYS,
     a.CreateKey: Act.CREATE_KEY,
     a.RevokeKey: Act.REVOKE_KEY,
+    a.Secrets: Act.SECRETS,
+    a.SetSecret: Act.SET_SECRET,
+    a.RemoveSecret: Act.REMOVE_SECRET,
 }
 """All that there is over the admin socket."""
 

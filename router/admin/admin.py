@@ -26,6 +26,7 @@ from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.deploying import NAME, Deploying, spec_of
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.vault import Vault
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
@@ -58,6 +59,9 @@ Called = (
     | a.Keys
     | a.CreateKey
     | a.RevokeKey
+    | a.Secrets
+    | a.SetSecret
+    | a.RemoveSecret
 )
 
 AGAIN_S: Final = 2.0
@@ -90,6 +94,8 @@ def _version(version: Version) -> dict[str, Any]:
         "stateless": spec.stateless,
         "idempotent": spec.idempotent,
         "content": spec.content,
+        "env": [name for name, _ in spec.env],
+        "secrets": list(spec.secrets),
     }
 
 
@@ -118,8 +124,10 @@ class Admin:
         logs: FunctionLogs,
         history: History,
         jobs: Jobs,
+        vault: Vault,
     ) -> None:
         self._jobs = jobs
+        self._vault = vault
         self._history = history
         self._node = node
         self._requests, self._picture = node.requests, node.policy.picture
@@ -225,6 +233,13 @@ class Admin:
                     if revoked is None:
                         raise refuse(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
                 return shown(revoked)
+            case a.Secrets():
+                self._permit(caller, act)
+                return self._vault.call(caller, act)
+            case a.SetSecret(name=name) | a.RemoveSecret(name=name):
+                with self._audited(caller, act, name):
+                    await self._permit_informed(caller, act)
+                    return self._vault.call(caller, act)
             case _:
                 assert_never(act)
 
@@ -239,6 +254,7 @@ class Admin:
             raise refuse(404, "unknown_version", text)
         spec = found[-1].spec
         self._may_deploy(caller, spec)
+        self._vault.has(spec)
         settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
         assert settled.spec is not None
         answer = {"name": act.name, "version": settled.spec.version, "as": spec.version}
@@ -376,6 +392,7 @@ class Admin:
         if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
             spec = structs.replace(spec, tenant=caller.tenant)
         self._may_deploy(caller, spec)
+        self._vault.may_use(caller, spec)
         return spec
 
     def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:

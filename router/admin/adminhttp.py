@@ -15,6 +15,7 @@ import msgspec
 
 from dormouse.core.folder import ENTRY
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG
+from dormouse.core.secretfile import MOST_NBYTES
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
 from dormouse.router.admin import lorahttp
@@ -22,7 +23,7 @@ from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.dashboard import pages
 from dormouse.router.dashboard.watch import Sampler
-from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse
+from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse, too_large
 from dormouse.router.front.recent import Kind
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m
@@ -61,6 +62,14 @@ async def route(
             await lorahttp.load(admin, caller, x)
         case Act.UNLOAD_ADAPTER:
             await lorahttp.unload(admin, caller, x)
+        case Act.SECRETS:
+            tenant = _asked(x, "tenant").get("tenant", "")
+            await x.answer_json(200, await admin.call(caller, a.Secrets(tenant=tenant)))
+        case Act.SET_SECRET:
+            await _set_secret(admin, caller, x, name)
+        case Act.REMOVE_SECRET:
+            tenant = _asked(x, "tenant").get("tenant", "")
+            await x.answer_json(200, await admin.call(caller, a.RemoveSecret(tenant=tenant, name=name)))
         case Act.STATUS:
             await x.answer_json(200, await admin.call(caller, a.Status()))
         case Act.METRICS:
@@ -100,7 +109,9 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
     try:
         name, entry = query.pop("name"), query.pop("entry", "")
-        settings = msgspec.convert(query, a.Settings, strict=False)
+        more = {"env": _variables(x), "secrets": parse_qs(_query(x)).get("secret", [])}
+        query.pop("env", None), query.pop("secret", None)
+        settings = msgspec.convert(query | more, a.Settings, strict=False)
         usual = ADAPTER_CONFIG if settings.base else CONFIG if settings.llm else ENTRY
         act = a.Deploy(name=name, entry=entry or usual, settings=settings)
         nbytes = int(x.header(b"content-length") or b"")
@@ -114,6 +125,29 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         await deploying.unpack(nbytes, _pieces(x))
         answer = await deploying.finish()
     await x.answer_json(200, answer)
+
+
+def _variables(x: Exchange) -> dict[str, str]:
+    """``&env=NAME=VALUE`` any number of times. Raises HttpError."""
+    pairs = [pair.partition("=") for pair in parse_qs(_query(x)).get("env", [])]
+    if odd := [name for name, is_pair, _ in pairs if not is_pair]:
+        raise refuse(400, "bad_request", f"env is {odd[0][:80]!r}; write NAME=VALUE, encoded for a URL", close=True)
+    return {name: value for name, _, value in pairs}
+
+
+async def _set_secret(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
+    """``PUT /admin/secrets/TOKEN``: the body is the value, as it is."""
+    tenant = _asked(x, "tenant").get("tenant", "")
+    data = b""
+    async for piece in _pieces(x):
+        data += piece
+        if len(data) > MOST_NBYTES:
+            raise too_large(MOST_NBYTES, "a secret's value")
+    try:
+        act = a.SetSecret(tenant=tenant, name=name, value=data.decode())
+    except UnicodeDecodeError:
+        raise refuse(400, "bad_request", "a secret is UTF-8 text: it becomes an environment variable") from None
+    await x.answer_json(200, await admin.call(caller, act))
 
 
 async def _pieces(x: Exchange) -> AsyncIterator[bytes]:

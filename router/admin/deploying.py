@@ -9,6 +9,7 @@ from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
+from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
@@ -71,6 +72,8 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         what = "batch" if settings.batch else "concurrency"
         why = "a language model has many requests at once anyway" if is_llm else "a stateless function has instances"
         raise ConfigError(f"{what} is {getattr(settings, what)}, but {why}: leave one of the two out")
+    if settings.llm or is_llm:
+        _check_no_variables(settings)
     return FunctionSpec(
         name=act.name,
         version=0,
@@ -91,7 +94,28 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         concurrency=settings.concurrency,
         batch=settings.batch,
         batch_wait_ms=batch_wait_ms,
+        env=_env_of(settings),
+        secrets=tuple(checked_variable(name, "a secret's name") for name in dict.fromkeys(settings.secrets)),
     )
+
+
+def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:
+    """Raises ConfigError."""
+    for name, value in settings.env.items():
+        checked_variable(name, "the name of an environment variable")
+        if "\0" in value:
+            raise ConfigError(f"the variable {name} has a NUL character, which no variable can have")
+        if name in settings.secrets:
+            raise ConfigError(f"{name} is a variable and a secret; leave one of the two out")
+    if sum(len(part.encode()) for pair in settings.env.items() for part in pair) > MOST_NBYTES:
+        raise ConfigError(f"the variables have more than {MOST_NBYTES:,} bytes; put what is larger into a file")
+    return tuple(settings.env.items())
+
+
+def _check_no_variables(settings: a.Settings) -> None:
+    """Raises ConfigError."""
+    if settings.env or settings.secrets:
+        raise ConfigError("env and secrets are of functions: no code of yours runs in a language model's instance")
 
 
 def _ms(name: str, text: str | int) -> int:

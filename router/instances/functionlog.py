@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dormouse.core.masking import NO_MASK, SecretMask
+
 READ_NBYTES: Final = 64 << 10
 MARK_S: Final = 1.0
 MOST_MARKS: Final = 8192
@@ -82,7 +84,7 @@ class FunctionLog:
         self._followers: set[asyncio.Queue[bytes]] = set()
 
     def write(self, data: bytes) -> None:
-        if self._file.closed:
+        if self._file.closed or not data:
             return  # the function was removed; an instance of it that ends may still print
         with suppress(OSError):  # a full disk loses what is printed, and nothing else
             self._append(data)
@@ -172,9 +174,9 @@ class LogPipe:
     :meth:`handed`.
     """
 
-    def __init__(self, log: FunctionLog, told: Callable[[], None] = lambda: None) -> None:
-        """``told`` is called when something was printed."""
-        self.log, self._told = log, told
+    def __init__(self, log: FunctionLog, told: Callable[[], None] = lambda: None, mask: SecretMask = NO_MASK) -> None:
+        """``told`` is called when something was printed, of which ``mask`` hides a part."""
+        self.log, self._told, self._mask = log, told, mask
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         self._loop = asyncio.get_running_loop()
@@ -187,9 +189,10 @@ class LogPipe:
         except BlockingIOError:
             return False
         if data:
-            self.log.write(data)
+            self.log.write(self._mask.feed(data))
             self._told()
         else:
+            self.log.write(self._mask.rest())
             self._loop.remove_reader(self._read_fd)
         return bool(data)
 
@@ -205,5 +208,6 @@ class LogPipe:
         for _ in range(64):  # at most what a pipe holds; a grandchild that survived may print for ever
             if not self._take():
                 break
+        self.log.write(self._mask.rest())
         self.handed()
         os.close(self._read_fd)

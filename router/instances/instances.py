@@ -11,9 +11,12 @@ import re
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import structs
+
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.link import Link
+from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
@@ -61,6 +64,7 @@ class InstanceHost:
         self.name = name
         self.snapshot = spec.snapshot
         self._at_once = most_open(spec) > 0
+        self.mask: SecretMask = NO_MASK
         self.uid = uid
         self.layout = layout
         self.pid = 0
@@ -74,7 +78,7 @@ class InstanceHost:
         def heard(message: m.InstanceToRouter) -> None:
             if isinstance(message, m.Returned | m.Raised):
                 self._forget_soon()
-            on_message(name, message)
+            on_message(name, self.masked(message))
 
         self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
             f"{self.directory}/router",
@@ -126,6 +130,19 @@ class InstanceHost:
         self.arena.punch(0, self._request_nbytes)
         self.arena.punch(self.layout.request_nbytes, self._response_nbytes)
         self._request_nbytes = self._response_nbytes = 0
+
+    def masked(self, message: m.InstanceToRouter) -> m.InstanceToRouter:
+        """Without the instance's secrets in what it says for people."""
+        match message:
+            case _ if not self.mask:
+                return message
+            case m.Raised(text=text) | m.LoadFailed(text=text) | m.Spoiled(text=text):
+                return structs.replace(message, text=self.mask.text(text))
+            case m.Loaded(warning=warning, schema=schema):
+                schema = self.mask.text(schema.decode()).encode()
+                return structs.replace(message, warning=self.mask.text(warning), schema=schema)
+            case _:
+                return message
 
     def give_up(self, request: int) -> None:
         """Say which request the coming signal is for."""
@@ -192,7 +209,9 @@ class Instances:
             inbox.post(host.attachment, (host.arena.fd,))
         return host
 
-    def fork_message(self, host: InstanceHost, spec: m.FunctionSpec, folder: str, device: m.DeviceInfo) -> m.Fork:
+    def fork_message(
+        self, host: InstanceHost, spec: m.FunctionSpec, folder: str, device: m.DeviceInfo, variables: bool
+    ) -> m.Fork:
         sandbox = self._config.sandbox
         return m.Fork(
             instance=host.name,
@@ -210,6 +229,7 @@ class Instances:
             batch=spec.batch,
             batch_wait_ms=spec.batch_wait_ms,
             deadline_ms=spec.deadline_ms,
+            variables=variables,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 

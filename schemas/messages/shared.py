@@ -179,6 +179,8 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     concurrency: int = 1  # requests that an instance has at once: with more, ``handle`` is a coroutine function
     batch: int = 0  # requests of one ``handle_batch``, at most; 0: one by one. Never both
     batch_wait_ms: int = 0
+    env: tuple[tuple[str, str], ...] = ()  # variables of its instances; not secret
+    secrets: tuple[str, ...] = ()  # names of its tenant's secrets, which its instances have as variables
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

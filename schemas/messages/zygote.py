@@ -4,7 +4,7 @@ from dormouse.schemas.messages.shared import Arena, DeviceInfo, EmbeddingSetting
 
 
 class Fork(Message, frozen=True, kw_only=True, tag=1):
-    """Router to zygote, with descriptors [log, arena]: start an instance.
+    """Router to zygote, with descriptors [log, arena], and [variables] with ``variables``: start an instance.
 
     ``folder`` is the snapshot, and ``entry`` the file in it to run, or a model's with ``llm`` or ``embedding``.
     ``limits`` are resource limits by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
@@ -26,6 +26,7 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     batch: int = 0
     batch_wait_ms: int = 0
     deadline_ms: int = 0
+    variables: bool = False  # a sealed file of the instance's alone: a JSON object of environment variables
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

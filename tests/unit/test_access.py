@@ -42,6 +42,9 @@ PATHS = {
     Act.PIN: ("PUT", "/admin/functions/f/pin"),
     Act.UNPIN: ("DELETE", "/admin/functions/f/pin"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
+    Act.SECRETS: ("GET", "/admin/secrets"),
+    Act.SET_SECRET: ("PUT", "/admin/secrets/TOKEN"),
+    Act.REMOVE_SECRET: ("DELETE", "/admin/secrets/TOKEN"),
     Act.STATUS: ("GET", "/admin/status"),
     Act.USAGE: ("GET", "/admin/usage"),
     Act.REQUESTS: ("GET", "/admin/requests"),
@@ -50,6 +53,9 @@ PATHS = {
 }
 NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE, Act.DASHBOARD}
 DEPLOYS = {
+    Act.SECRETS,
+    Act.SET_SECRET,
+    Act.REMOVE_SECRET,
     Act.WATCH,
     Act.ERRORS,
     Act.VERSIONS,

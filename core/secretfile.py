@@ -1,0 +1,185 @@
+"""Secrets of tenants: ``STATE/secrets.json``, each value sealed with the node's key. Owns the file's format.
+
+::
+
+    [{"tenant", "name", "sealed": base64 of (nonce of 12 bytes | AES-256-GCM of the value), "set_s", "set_by"}, ...]
+
+The tenant and the name are authenticated with the value, so that no line can be given another one's value by who can
+write the file. The key is 32 random bytes in a file of its own, which a copy of the state directory may leave out.
+One process writes: the router. Who may set what, and which function is given what, is not decided here.
+"""
+
+import base64
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dormouse.core.audit import as_its_directory
+from dormouse.schemas.errors import ConfigError
+
+LEAST_NBYTES: Final = 4
+"""What is shorter stands in any text by chance: it could not be masked."""
+
+MOST_NBYTES: Final = 32 << 10
+"""Of a secret, and of a function's variables together: they travel in one packet."""
+
+MOST_SECRETS: Final = 1000
+"""Of a tenant."""
+
+KEY_NBYTES: Final = 32
+NONCE_NBYTES: Final = 12
+VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+"""A secret's name: it is that of an environment variable, too."""
+
+
+class SealedSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line."""
+
+    tenant: str
+    name: str
+    sealed: str
+    set_s: float  # Unix time
+    set_by: str
+
+    def shown(self) -> dict[str, Any]:
+        """What people may see: all but the value."""
+        when = f"{datetime.fromtimestamp(self.set_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+        return {"name": self.name, "tenant": self.tenant, "set": when, "set_by": self.set_by}
+
+
+def checked_variable(name: str, what: str) -> str:
+    """Raises ConfigError for what is no name of a variable."""
+    if not VARIABLE.fullmatch(name):
+        raise ConfigError(f"{name[:80]!r} cannot be {what}: use up to 64 letters, digits and '_', not a digit first")
+    return name
+
+
+class SecretFile:
+    """All of them, as the file has them: a change is durable when it returns. What is wrong with the file or its key is
+    a ConfigError of whoever wants a secret, and no reason for a node not to start.
+    """
+
+    def __init__(self, path: Path, key: Path) -> None:
+        self._path, self._key = path, key
+
+    def all(self) -> list[SealedSecret]:
+        """Raises ConfigError."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=list[SealedSecret])
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror}; see that the node's user can read it") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self._path}: {error}; restore it, or move it away and set the secrets anew") from error
+
+    def names(self, tenant: str) -> set[str]:
+        """Raises ConfigError."""
+        return {each.name for each in self.all() if each.tenant == tenant}
+
+    def values(self, tenant: str, names: Iterable[str]) -> dict[str, str]:
+        """Raises ConfigError, which names a secret that is not there."""
+        wanted = list(dict.fromkeys(names))
+        if not wanted:
+            return {}
+        found = {each.name: each for each in self.all() if each.tenant == tenant}
+        if missing := [name for name in wanted if name not in found]:
+            raise ConfigError(unknown(missing[0], tenant))
+        key = self._read_key()
+        return {name: _opened(key, found[name], self._key) for name in wanted}
+
+    def set(self, tenant: str, name: str, value: str, by: str, now_s: float) -> None:
+        """Raises ConfigError, OSError."""
+        checked_variable(name, "a secret's name, which is that of an environment variable")
+        if "\0" in value or not LEAST_NBYTES <= len(value.encode()) <= MOST_NBYTES:
+            raise ConfigError(
+                f"a secret is text of {LEAST_NBYTES} to {MOST_NBYTES:,} bytes without NUL; this has "
+                f"{len(value.encode()):,}"
+            )
+        kept = [each for each in self.all() if (each.tenant, each.name) != (tenant, name)]
+        if sum(each.tenant == tenant for each in kept) >= MOST_SECRETS:
+            raise ConfigError(f"tenant {tenant!r} has {MOST_SECRETS:,} secrets; remove some (`dormouse secret rm`)")
+        sealed = _sealed(self._own_key(), tenant, name, value)
+        self._write([*kept, SealedSecret(tenant=tenant, name=name, sealed=sealed, set_s=now_s, set_by=by)])
+
+    def remove(self, tenant: str, name: str) -> bool:
+        """False if there is none. Raises ConfigError, OSError."""
+        found = self.all()
+        kept = [each for each in found if (each.tenant, each.name) != (tenant, name)]
+        if len(kept) < len(found):
+            self._write(kept)
+        return len(kept) < len(found)
+
+    def _read_key(self) -> bytes:
+        """Raises ConfigError."""
+        try:
+            key = self._key.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the key of the node's secrets, {self._key}: {error.strerror}; restore it") from error
+        if len(key) != KEY_NBYTES:
+            raise ConfigError(f"{self._key} has {len(key)} bytes and is no key of secrets; restore it")
+        return key
+
+    def _own_key(self) -> bytes:
+        """Made with the first secret. Raises ConfigError, OSError."""
+        if not self._key.exists() and not self._path.exists():
+            _write_private(self._key, secrets.token_bytes(KEY_NBYTES))
+        return self._read_key()
+
+    def _write(self, found: list[SealedSecret]) -> None:
+        _write_private(self._path, msgspec.json.format(msgspec.json.encode(found)))
+
+
+def unknown(name: str, tenant: str) -> str:
+    """What who wants it is told."""
+    return f"tenant {tenant!r} has no secret {name!r}; set it with `dormouse secret set {name} --tenant {tenant}`"
+
+
+def _sealed(key: bytes, tenant: str, name: str, value: str) -> str:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # few nodes need it: 30 ms
+
+    nonce = secrets.token_bytes(NONCE_NBYTES)
+    data = AESGCM(key).encrypt(nonce, value.encode(), _bound(tenant, name))
+    return base64.b64encode(nonce + data).decode()
+
+
+def _opened(key: bytes, secret: SealedSecret, path: Path) -> str:
+    """Raises ConfigError."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    try:
+        data = base64.b64decode(secret.sealed, validate=True)
+        nonce, data = data[:NONCE_NBYTES], data[NONCE_NBYTES:]
+        return AESGCM(key).decrypt(nonce, data, _bound(secret.tenant, secret.name)).decode()
+    except (InvalidTag, ValueError) as error:
+        text = f"the secret {secret.name!r} was not sealed with the key in {path}; restore the key, or set it anew"
+        raise ConfigError(text) from error
+
+
+def _bound(tenant: str, name: str) -> bytes:
+    return f"{tenant}\0{name}".encode()
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """The whole file anew beside the old one; a crash leaves one of them."""
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        as_its_directory(fd, path)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,118 @@
+"""Tenants' secrets: who may list, set and remove them, and what an instance is given. core/secretfile.py keeps them.
+
+A secret is of a whole tenant, so a key that is for some functions alone may neither set nor use any: it could have
+every one printed.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import orjson
+
+from dormouse.core.secretfile import SecretFile, unknown
+from dormouse.router.access.access import Caller
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.exchange import refuse
+from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import FunctionSpec
+
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class Vault:
+    """``picture`` says which functions there are."""
+
+    def __init__(self, file: SecretFile, picture: RouterState) -> None:
+        self._file, self._picture = file, picture
+
+    def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
+        """Raises HttpError."""
+        tenant = self._tenant(caller, act.tenant, act)
+        with _told():
+            match act:
+                case a.Secrets():
+                    found = [each for each in self._file.all() if tenant in ("", each.tenant)]
+                    rows = [each.shown() | {"functions": self._users(each.tenant, each.name)} for each in found]
+                    return {"secrets": sorted(rows, key=lambda row: (row["tenant"], row["name"]))}
+                case a.SetSecret(name=name, value=value):
+                    self._file.set(tenant, name, value, caller.name, time.time())
+                    return {"set": name, "tenant": tenant, "functions": self._users(tenant, name)}
+                case a.RemoveSecret(name=name):
+                    if users := self._users(tenant, name):
+                        text = f"{name!r} is used by {', '.join(users[:5])}; deploy these without it, or remove them"
+                        raise refuse(409, "secret_used", text)
+                    if not self._file.remove(tenant, name):
+                        raise refuse(404, "unknown_secret", unknown(name, tenant))
+                    return {"removed": name, "tenant": tenant}
+
+    def may_use(self, caller: Caller, spec: FunctionSpec) -> None:
+        """Whether the caller may deploy a function with these secrets, which are all there. Raises HttpError."""
+        if not spec.secrets:
+            return
+        self._whole(caller)
+        self.has(spec)
+
+    def has(self, spec: FunctionSpec) -> None:
+        """Raises HttpError if one of them is missing."""
+        with _told():
+            names = self._file.names(spec.tenant) if spec.secrets else set()
+        for name in spec.secrets:
+            if name not in names:
+                raise refuse(400, "unknown_secret", unknown(name, spec.tenant))
+
+    def values(self, spec: FunctionSpec) -> dict[str, str]:
+        """The secrets of an instance. Raises ConfigError."""
+        return self._file.values(spec.tenant, spec.secrets)
+
+    def _tenant(self, caller: Caller, tenant: str, act: a.Act) -> str:
+        """Whose secrets are meant; "" for all. Raises HttpError."""
+        self._whole(caller)
+        if caller.tenant is None:
+            return tenant or ("" if isinstance(act, a.Secrets) else a.Settings().tenant)
+        if tenant not in ("", caller.tenant):
+            raise refuse(403, "forbidden", f"this key is for tenant {caller.tenant!r} only; leave the tenant out")
+        return caller.tenant
+
+    def _whole(self, caller: Caller) -> None:
+        if caller.functions != ("*",):
+            names = " or ".join(caller.functions)
+            text = f"this key is for functions called {names}; secrets are of a whole tenant: use a key for all of it"
+            raise refuse(403, "forbidden", text)
+
+    def _users(self, tenant: str, name: str) -> list[str]:
+        specs = (function.spec for function in self._picture.functions.values())
+        return sorted(spec.name for spec in specs if spec.tenant == tenant and name in spec.secrets)
+
+
+def variables_file(spec: FunctionSpec, secrets: dict[str, str]) -> int:
+    """A sealed file in memory of all variables of an instance, which its zygote hands on unread; -1 if there are none.
+    Raises OSError.
+    """
+    if not spec.env and not secrets:
+        return -1
+    fd = os.memfd_create("dormouse-variables", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(orjson.dumps(dict(spec.env) | secrets))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong with the file, as an answer."""
+    try:
+        yield
+    except ConfigError as error:
+        raise refuse(400, "bad_request", str(error)) from None
+    except OSError as error:
+        text = f"the file of secrets cannot be written: {error.strerror}; nothing was changed; free space on its disk"
+        raise refuse(507, "not_kept", text) from None

@@ -1,0 +1,164 @@
+"""Variables and secrets of functions on a real node: who is given them, and that nobody else can read them."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core.node import procfs
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.schemas.admin import Wish
+
+pytestmark = pytest.mark.timeout(240)
+
+VALUE = "hf_the-secret-of-the-shop"
+FUNCTION = """
+import os, subprocess, sys
+def load():
+    print("loads with", os.environ.get("TOKEN"), flush=True)
+    os.write(1, os.environ.get("TOKEN", "").encode()[:9])
+    os.write(1, os.environ.get("TOKEN", "").encode()[9:] + b" in two parts\\n")
+    return {name: os.environ.get(name) for name in ("TOKEN", "MODE", "PLAIN")}
+def handle(found, request):
+    if request == "raise":
+        raise ValueError("cannot use " + found["TOKEN"])
+    if request == "print":
+        subprocess.run([sys.executable, "-c", "import os; print('child has', os.environ['TOKEN'])"], check=True)
+    return found
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    config = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\nversions = 2\n'
+    with running_node(config, node='tenants = "many"\nopen_loopback = true') as running:
+        yield running
+
+
+def _deploy(node: TestNode, **settings: Any) -> HttpAnswer:
+    return node.deploy("f", FUNCTION, **settings)
+
+
+def _anywhere(node: TestNode, value: str) -> list[str]:
+    """Files of the node, and environments and arguments of its processes, that have this."""
+    files = [path for path in node.state.rglob("*") if path.is_file() and value.encode() in path.read_bytes()]
+    found = [str(path) for path in files]
+    for pid in node.descendants():
+        for kind in ("environ", "cmdline"):
+            try:
+                data = Path(f"/proc/{pid}/{kind}").read_bytes()
+            except OSError:
+                continue  # it has ended
+            found += [f"{procfs.words(pid)}: {kind}"] if value.encode() in data else []
+    return found
+
+
+def test_a_function_has_its_secrets_and_nobody_sees_them(node: TestNode) -> None:
+    answer = _deploy(node, secrets=("TOKEN",))
+    assert (answer.status, answer.code) == (400, "unknown_secret")
+    assert "dormouse secret set TOKEN" in answer.message
+    assert node.admin.set_secret("", "TOKEN", VALUE) == {"set": "TOKEN", "tenant": "default", "functions": []}
+    assert _deploy(node, secrets=("TOKEN",), env={"MODE": "fast", "PLAIN": ""}).status == 200
+    assert node.result("f", 0) == {"TOKEN": VALUE, "MODE": "fast", "PLAIN": ""}
+    failed = node.invoke("f", "raise")
+    assert failed.code == "function_raised"
+    assert "ValueError: cannot use [secret TOKEN]" in failed.message
+    node.result("f", "print")
+    node.wait(lambda: "child has [secret TOKEN]" in node.log_of("f"), 60, "what the function's child printed")
+    log = node.log_of("f")
+    assert "loads with [secret TOKEN]" in log
+    assert "[secret TOKEN] in two parts" in log
+    assert "cannot use [secret TOKEN]" in log
+    said = [node.status(), node.admin.functions(), node.admin.versions("f"), node.admin.secrets()]
+    said.append(node.admin.requests("f", "", 50))
+    assert VALUE not in repr(said)
+    assert VALUE[:9] not in log
+    assert _anywhere(node, VALUE) == []
+    assert node.admin.versions("f")[0]["env"] == ["MODE", "PLAIN"]
+    assert node.admin.versions("f")[0]["secrets"] == ["TOKEN"]
+
+
+def test_a_secret_that_is_used_stays_and_a_new_value_comes_with_a_restart(node: TestNode) -> None:
+    with pytest.raises(CallRefused, match="'TOKEN' is used by f") as caught:
+        node.admin.remove_secret("default", "TOKEN")
+    assert caught.value.code == "secret_used"
+    assert node.admin.set_secret("default", "TOKEN", "another-value")["functions"] == ["f"]
+    assert node.result("f", 0)["TOKEN"] == VALUE
+    assert node.restart("f").status == 200
+    node.wait(lambda: bool(node.result("f", 0)["TOKEN"] == "another-value"), 60, "the new value")
+
+
+def test_a_rollback_keeps_variables_and_the_names_of_secrets(node: TestNode) -> None:
+    assert _deploy(node, env={"MODE": "slow"}).status == 200
+    assert node.result("f", 0) == {"TOKEN": None, "MODE": "slow", "PLAIN": None}
+    node.admin.roll_back("f", 0)
+    assert node.result("f", 0) == {"TOKEN": "another-value", "MODE": "fast", "PLAIN": ""}
+    assert _deploy(node).status == 200
+    node.admin.remove_secret("default", "TOKEN")
+    with pytest.raises(CallRefused) as caught:
+        node.admin.roll_back("f", 0)
+    assert caught.value.code == "unknown_secret"
+    assert node.result("f", 0) == {"TOKEN": None, "MODE": None, "PLAIN": None}
+
+
+def test_a_key_reaches_the_secrets_of_its_tenant_alone(node: TestNode) -> None:
+    shop, bank = (node.admin.create_key(Wish(scopes=("deploy",), tenant=tenant))["key"] for tenant in ("shop", "bank"))
+    part = node.admin.create_key(Wish(scopes=("deploy",), tenant="shop", functions=("a-*",)))["key"]
+    caller = node.admin.create_key(Wish(scopes=("invoke",), tenant="shop"))["key"]
+
+    def ask(key: str, method: str, path: str, value: bytes | None = None) -> tuple[int, Any]:
+        answer = node.http(method, f"/admin/secrets{path}", raw=value, headers={"Authorization": f"Bearer {key}"})
+        return answer.status, answer.code or answer.body
+
+    assert ask(shop, "PUT", "/SHOP", b"value of the shop")[0] == 200
+    assert ask(bank, "PUT", "/BANK", b"value of the bank")[0] == 200
+    assert ask(shop, "PUT", "/BANK?tenant=bank", b"value of the shop") == (403, "forbidden")
+    assert ask(shop, "DELETE", "/BANK") == (404, "unknown_secret")
+    assert ask(shop, "DELETE", "/BANK?tenant=bank") == (403, "forbidden")
+    assert [row["name"] for row in ask(shop, "GET", "")[1]["secrets"]] == ["SHOP"]
+    assert ask(shop, "GET", "?tenant=bank") == (403, "forbidden")
+    assert ask(part, "GET", "") == (403, "forbidden")
+    assert ask(part, "PUT", "/SHOP", b"value of the part") == (403, "forbidden")
+    assert ask(caller, "PUT", "/SHOP", b"value of the caller") == (403, "scope_missing")
+    assert ask(shop, "PUT", "/SHOP", b"\xff\xff\xff\xff") == (400, "bad_request")
+    assert ask(shop, "PUT", "/SHOP", b"x" * 33000) == (413, "body_too_large")
+    assert ask(shop, "PUT", "/NO-NAME", b"value of the shop") == (400, "bad_request")
+    assert sorted(row["name"] for row in node.admin.secrets()) == ["BANK", "SHOP"]
+    source = node.folder("a-own")
+    (source / "function.py").write_text("import os\ndef handle(state, request):\n    return dict(os.environ)\n")
+    archive = subprocess.run(["tar", "-C", str(source), "-c", "."], check=True, capture_output=True).stdout
+
+    def deploy(key: str, query: str) -> tuple[int, str]:
+        path = f"/admin/functions?name=a-own&{query}"
+        answer = node.http("POST", path, raw=archive, headers={"Authorization": f"Bearer {key}"})
+        return answer.status, answer.code
+
+    assert deploy(shop, "secret=BANK") == (400, "unknown_secret")
+    assert deploy(part, "secret=SHOP") == (403, "forbidden"), "it could have every secret of its tenant printed"
+    assert deploy(shop, "env=NOTHING") == (400, "bad_request")
+    assert deploy(shop, "secret=SHOP&env=MODE=a%3Db&env=EMPTY=") == (200, "")
+    headers = {"Authorization": f"Bearer {caller}"}
+    found = node.http("POST", "/functions/a-own/invoke", 0, headers=headers).body
+    assert {name: found.get(name) for name in ("SHOP", "MODE", "EMPTY")} == {
+        "SHOP": "value of the shop", "MODE": "a=b", "EMPTY": ""
+    }  # fmt: skip
+    lines = (node.state / "logs" / "audit.log").read_text()
+    assert '"secret set"' in lines
+    assert "value of the shop" not in lines
+
+
+def test_a_node_without_its_key_says_so_and_serves_the_others(node: TestNode) -> None:
+    key = node.state / "secrets.key"
+    os.rename(key, node.state / "away")
+    try:
+        answer = node.deploy("a-own", FUNCTION, tenant="shop", secrets=("SHOP",))
+        assert (answer.status, answer.code) == (422, "load_failed")
+        assert f"the key of the node's secrets, {key}: No such file or directory; restore it" in answer.message
+        assert node.result("f", 0)["TOKEN"] is None
+    finally:
+        os.rename(node.state / "away", key)
+    assert node.deploy("a-own", FUNCTION, tenant="shop", secrets=("SHOP",)).status == 200
