@@ -3,7 +3,7 @@ tokens to compute, and no prompts, each has a step in turn, and which is next fo
 (margins.py). So nothing has to be asked for each step: `Rounds.ahead` tells the order, `Rounds.passed` what came of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from dormouse.controller.scheduling.margins import due_of, turn_s
@@ -61,25 +61,39 @@ class Rounds:
             if not whole or running.revoked_until_s is not None or running.idle or running.cold or running.wakes:
                 return None
             if serial == holder:
-                running.due = due_of(gpu, running, StepsDue(prompts=[], decoding=count), 0.0)
-                found[serial] = slack(running.due, turn_s(running))
-                running.due = None
+                found[serial] = self.slack_s(number, serial, count)
             elif running.due is None or running.due.tokens or not running.waiting.live:
                 return None
             else:
                 found[serial] = slack(running.due, turn_s(running))
         return found
 
-    def passed(self, number: int, began_s: float, now: Passed, others: Sequence[Passed]) -> None:
+    def slack_s(self, number: int, serial: int, decoding: int) -> float:
+        """The same of one of them that has so many sequences now."""
+        assert self.slack is not None
+        gpu = self._gpus[number]
+        running = gpu.leases[serial]
+        told, running.due = running.due, due_of(gpu, running, StepsDue(prompts=[], decoding=decoding), 0.0)
+        found = self.slack(running.due, turn_s(running))
+        running.due = told
+        return found
+
+    def passed(
+        self, number: int, began_s: float, now: Passed, others: Iterable[Passed], gone: Iterable[Passed] = ()
+    ) -> None:
         """Who had the turn lost it at ``began_s``. It is ``now``'s; the ``others``, in the order of their last turns,
-        want it.
+        want it; those that are ``gone`` have nothing to compute any more.
         """
         gpu, queue = self._gpus[number], self._queue
         old, new = gpu.turns[0], gpu.leases[now.serial]
         gpu.leave_turn(old, began_s)
         if new is not old:
-            queue.taken(new.waiting)
-            new.waiting.resumes = new.waiting.held_for = None
+            _wants_no_more(queue, new)
+        for each in gone:
+            running = gpu.leases[each.serial]
+            running.used_s += each.used_s
+            if running is not old:
+                _wants_no_more(queue, running)
         for each in others:
             running = gpu.leases[each.serial]
             running.used_s += each.used_s
@@ -90,6 +104,11 @@ class Rounds:
         new.due = None
         gpu.take_turn(new, now.told_s)
         self._turns.changed(gpu)
+
+
+def _wants_no_more(queue: Queue, running: Running) -> None:
+    queue.taken(running.waiting)
+    running.waiting.resumes = running.waiting.held_for = running.due = None
 
 
 def _wants(queue: Queue, running: Running, due: DueSteps) -> None:

@@ -201,11 +201,14 @@ class StreamBatch:
         return fits
 
     def alike(self) -> int:
-        """How many steps are like the next one, if all sequences decode and there is room for all of these; else 0."""
+        """How many steps are like the next one, if all sequences decode; else 0."""
         if self.waiting or self._prefilling or not self._decoding:
             return 0
-        count = self._first_end() - self._step
-        return count if self._decoding_needs(count) <= self.blocks - self._used else 0
+        return self._first_end() - self._step
+
+    def short(self, steps: int) -> int:
+        """Blocks that are missing for so many steps in which all sequences decode; at most 0 if none are."""
+        return self._decoding_needs(steps) - (self.blocks - self._used)
 
     def growing(self) -> tuple[float, float, int, int]:
         """Of steps in which all sequences decode: what one takes without their contexts and for each token of these,

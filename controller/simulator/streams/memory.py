@@ -41,6 +41,14 @@ class KvMemory:
             self._place(lease, EXTENTS - wanted, gently=True)
         return True
 
+    def plenty(self, lease: SimulatedLease, blocks: int) -> bool:
+        """Whether `grow` would give so many, and what is wished beside them, and nothing would leave for that."""
+        gpu, spec = self._gpus[lease.wake.lease.gpu], runtime_of(lease).spec
+        extents = 2 * -(-blocks // spec.extent_blocks) + EXTENTS
+        nbytes = 2 * extents * spec.extent_blocks * spec.block_nbytes  # as much stays free
+        pool = gpu.residency.pool
+        return pool.largest_nbytes >= nbytes + gpu.reserved_nbytes and len(gpu.contexts) == len(gpu.told)
+
     def _place(self, lease: SimulatedLease, extents: int, gently: bool) -> bool:
         gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
         more = extents * runtime.spec.extent_blocks

@@ -2,39 +2,62 @@
 
 While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. Whose turn
 is next is decided when a step begins. What is computed for each step here is that, by the scheduling core's rule
-(passing.py there), and when it ends.
-Batches, leases and the core are told when the next step is one in which a stream ends, or when something else is due.
+(passing.py there), and when it ends. A stream may end with a step, and a runtime then have nothing to do: it takes part
+no more. Memory for KV grows as long as nobody has to leave for it.
+Batches, leases and the core are told when something else is due, or needs more than that.
 Nothing is different from what it would be step by step: tests compare.
 """
 
-from collections.abc import Iterable
-from heapq import heapify, heapreplace
+from collections.abc import Callable, Iterable
+from functools import partial
+from heapq import heapify, heappop, heapreplace
 from typing import Final
 
 from dormouse.controller.scheduling.passing import Passed
 from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.simulator.agenda import UNWANTED, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
+from dormouse.controller.simulator.streams.memory import KvMemory
+from dormouse.controller.simulator.streams.model import MOST_OPEN
 from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
+from dormouse.controller.simulator.streams.stream import Advanced
 
 LEAST: Final = 2
 """Steps, as long as the last one: with less until something is due, it is not worth while."""
 
 
 class Rotating:
-    """A lease that takes part. ``left``: steps until one of its streams ends; ``took_s`` of each in this rotation;
-    ``told_s``: since when it wants a turn, or has it; ``used_s``: that it has had turns that are over.
+    """A lease that takes part. ``left``: steps until one of its streams ends, for which it is ``short`` of so many
+    blocks of KV; ``took_s`` of each since `look`; ``told_s``: since when it wants a turn, or has it; ``used_s``: that
+    it has had turns that are over.
     """
 
     __slots__ = (
-        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "told_s", "took_s"),
-        "used_s",
+        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "short", "slack_s", "told_s"),
+        *("took_s", "used_s"),
     )
 
-    def __init__(self, lease: SimulatedLease, runtime: SimulatedRuntime, left: int, told_s: float) -> None:
-        self.lease, self.runtime, self.left, self.told_s = lease, runtime, left, told_s
-        self.fixed_s, self.per_context_s, self.context, self.growing = runtime.batch.growing()
+    def __init__(self, lease: SimulatedLease, runtime: SimulatedRuntime, told_s: float) -> None:
+        self.lease, self.runtime, self.told_s = lease, runtime, told_s
         self.took_s: list[float] = []
-        self.used_s = 0.0
+        self.used_s = self.slack_s = 0.0
+        self.look()
+
+    def look(self) -> None:
+        """What its next steps are like."""
+        batch = self.runtime.batch
+        self.left = batch.alike()
+        self.short = batch.short(self.left)
+        self.fixed_s, self.per_context_s, self.context, self.growing = batch.growing()
+
+    def done(self) -> Advanced:
+        """So many steps."""
+        runtime, took_s, self.took_s = self.runtime, self.took_s, []
+        runtime.timer.learn_tokens(self.growing, [each_s * 1e6 for each_s in took_s])
+        runtime.batch.learn_tokens(took_s)
+        for each_s in took_s:
+            runtime.busy_s += each_s
+        return runtime.batch.advance(len(took_s))
 
 
 def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float) -> dict[int, Rotating]:
@@ -54,65 +77,99 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         if not (waits or lease is own) or not seat.here or lease.open or lease.extra_s or seat.computing is not None:
             return {}
         busy = (runtime.opening and lease is not own) or runtime.stepped or runtime.yielding or runtime.fresh
-        if busy or (lease.wake.request < 0) != warm or not (left := batch.alike()):
+        if busy or (lease.wake.request < 0) != warm or batch.idle or batch.has_prompts:
             return {}
         told_s = now_s if seat.paused_s is None else seat.paused_s
-        found[lease.wake.lease.serial] = Rotating(lease, runtime, left, told_s)
+        found[lease.wake.lease.serial] = Rotating(lease, runtime, told_s)
     return found if len(found) > 1 else {}
 
 
-def rotate(
-    found: dict[int, Rotating], own: SimulatedLease, core: Scheduler, now_s: float, until_s: float
-) -> tuple[SimulatedLease, float]:
-    """Who is about to have the first step that does not end before ``until_s``, and when; what was known of all is
-    changed.
-    """
-    number, first = own.wake.lease.gpu, own.wake.lease.serial
-    slacks = core.rounds.ahead(number, first, {serial: each.growing for serial, each in found.items()})
-    if slacks is None:
-        return own, now_s
-    holder, each, began_s, since_s = first, found[first], now_s, now_s
-    next_ones = [(other.told_s + slacks[serial], serial) for serial, other in found.items() if serial != first]
-    heapify(next_ones)
-    steps = 0
-    while True:
-        then = next_ones[0][1]
-        took_s = each.fixed_s + each.per_context_s * each.context
-        ends_s = now_s + took_s
-        next_s = ends_s + found[then].runtime.spec.turn_s
-        if each.left <= 1 or next_s >= until_s:
-            break
-        if steps:
-            each.used_s += now_s - since_s
-        each.took_s.append(took_s)
-        each.left -= 1
-        each.context += each.growing
-        each.told_s = ends_s
-        heapreplace(next_ones, (ends_s + slacks[holder], holder))
-        steps, since_s, now_s = steps + 1, now_s, next_s
-        holder, each = then, found[then]
-    if not steps:
-        return own, now_s
-    each.told_s = since_s
-    for other in found.values():
-        _done(other, other is each)
-    others = sorted((other for other in found.values() if other is not each), key=lambda other: other.told_s)
-    core.rounds.passed(number, began_s, _passed(each), [_passed(other) for other in others])
-    return each.lease, now_s
+class Rotation:
+    """Of one node. ``advanced`` is told of streams that end."""
+
+    def __init__(self, agenda: Agenda, memory: KvMemory, advanced: Callable[[Advanced], None]) -> None:
+        self._agenda, self._memory, self._advanced = agenda, memory, advanced
+
+    def rotate(self, found: dict[int, Rotating], own: SimulatedLease, core: Scheduler) -> SimulatedLease:
+        """Who is about to have the first step that does not end before something is due; it is that time then, and what
+        was known of all is changed.
+        """
+        agenda = self._agenda
+        now_s, until_s = agenda.now_s, agenda.next_s
+        number, first = own.wake.lease.gpu, own.wake.lease.serial
+        slacks = core.rounds.ahead(number, first, {serial: each.growing for serial, each in found.items()})
+        if slacks is None:
+            return own
+        for serial, other in found.items():
+            other.slack_s = slacks[serial]
+        holder, each, began_s, since_s = first, found[first], now_s, now_s
+        next_ones = [(other.told_s + slacks[serial], serial) for serial, other in found.items() if serial != first]
+        heapify(next_ones)
+        gone: list[Rotating] = []
+        steps = 0
+        while next_ones and (each.short <= 0 or self._grows(each, now_s)):
+            then = next_ones[0][1]
+            took_s = each.fixed_s + each.per_context_s * each.context
+            ends_s = now_s + took_s
+            next_s = ends_s + found[then].runtime.spec.turn_s
+            if next_s >= until_s or (each.left <= 1 and each.growing >= MOST_OPEN):  # else nobody waits to be let in
+                break
+            if steps:
+                each.used_s += now_s - since_s
+            each.took_s.append(took_s)
+            each.left -= 1
+            each.context += each.growing
+            each.told_s = ends_s
+            if each.left:
+                heapreplace(next_ones, (ends_s + each.slack_s, holder))
+            elif self._ends(each, ends_s):
+                heappop(next_ones)
+                gone.append(found.pop(holder))
+                until_s = agenda.next_s
+            else:
+                each.slack_s = core.rounds.slack_s(number, holder, each.growing)
+                heapreplace(next_ones, (ends_s + each.slack_s, holder))
+            steps, since_s, now_s = steps + 1, now_s, next_s
+            holder, each = then, found[then]
+        if not steps:
+            return own
+        agenda.now_s, each.told_s = now_s, since_s
+        for other in found.values():
+            other.done()
+        for other in (*found.values(), *gone):
+            _known(other, other is each)
+        others = sorted((other for other in found.values() if other is not each), key=lambda other: other.told_s)
+        core.rounds.passed(number, began_s, _passed(each), map(_passed, others), map(_passed, gone))
+        return each.lease
+
+    def _grows(self, each: Rotating, now_s: float) -> bool:
+        """Before its step. False: others would have to leave for it."""
+        if not self._memory.plenty(each.lease, each.short):
+            return False
+        each.runtime.batch.brief = False
+        each.runtime.batch.plan(partial(self._memory.grow, each.lease), now_s)
+        each.short = 0
+        return True
+
+    def _ends(self, each: Rotating, now_s: float) -> bool:
+        """Some of its streams do, with a step that ends now; whether it has nothing to do then."""
+        self._agenda.now_s = now_s
+        self._advanced(each.done())
+        runtime = each.runtime
+        if not runtime.batch.idle:
+            each.look()
+            return False
+        self._agenda.put(now_s + runtime.spec.idle_s, UNWANTED, each.lease, runtime.lives)
+        return True
 
 
 def _passed(each: Rotating) -> Passed:
     return Passed(each.lease.wake.lease.serial, each.told_s, each.growing, each.used_s)
 
 
-def _done(each: Rotating, turn: bool) -> None:
-    """So many steps. ``turn``: it has that."""
+def _known(each: Rotating, turn: bool) -> None:
+    """What the lease is like now. ``turn``: it has that."""
     runtime, seat = each.runtime, seat_of(each.lease)
-    runtime.batch.advance(len(each.took_s))
-    runtime.timer.learn_tokens(each.growing, [took_s * 1e6 for took_s in each.took_s])
-    runtime.batch.learn_tokens(each.took_s)
-    for took_s in each.took_s:
-        runtime.busy_s += took_s
-    runtime.wants, runtime.prompts, runtime.idles = not turn, False, False
+    runtime.wants, runtime.prompts, runtime.idles = not turn and not runtime.batch.idle, False, False
     runtime.turning = runtime.opening = turn
     seat.paused_s = None if turn else each.told_s

@@ -8,6 +8,7 @@ left loses its KV (memory.py), and its sequences begin again. A lease without se
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop
 from typing import Protocol
 
 from dormouse.controller.scheduling import events as ev
@@ -18,7 +19,7 @@ from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.memory import KvMachine, KvMemory
-from dormouse.controller.simulator.streams.rotation import LEAST, rotate, rotating
+from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, rotating
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.core.joins import IN_TURN, latest_s
@@ -59,6 +60,7 @@ class RuntimeLeases:
         self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
         self._agenda, self._tell = agenda, tell
         self.memory = KvMemory(machine, gpus, agenda)
+        self._rotation = Rotation(agenda, self.memory, lambda made: self.advanced(made))
         self.margins = True  # sequences join by them
         self.rotates = True
         self.advanced: Callable[[Advanced], None] = lambda made: None
@@ -209,12 +211,16 @@ class RuntimeLeases:
         Returns who has it then.
         """
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
-        if not self.rotates or gpu.blocked or agenda.next_s - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
+        if not self.rotates or gpu.blocked:
+            return lease
+        while agenda.heap and agenda.heap[0][2] == UNWANTED and _void(*agenda.heap[0][3:]):
+            heappop(agenda.heap)  # nothing is due
+        if agenda.next_s - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
             return lease
         found = rotating(gpu.leases.values(), lease, agenda.now_s)
         if not found:
             return lease
-        last, agenda.now_s = rotate(found, lease, self._machine.core, agenda.now_s, agenda.next_s)
+        last = self._rotation.rotate(found, lease, self._machine.core)
         self._machine.passed(lease, last)
         return last
 
@@ -250,7 +256,7 @@ class RuntimeLeases:
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
                 self._idle(lease)
-        elif version == runtime.lives and runtime.batch.idle:
+        elif not _void(lease, version) and runtime.batch.idle:
             self._close(lease)
 
     def _close(self, lease: SimulatedLease) -> None:
@@ -314,3 +320,8 @@ class RuntimeLeases:
         if batch.prompt_tokens and (times := timer.times) is not None and news(times, runtime.times):
             runtime.times = times
             self._tell(ev.StepsTimed((lease.wake.instance,), times))
+
+
+def _void(lease: SimulatedLease, version: int) -> bool:
+    """Whether its end is not expected any more, as it once was."""
+    return lease.lost or lease.closed or version != runtime_of(lease).lives
