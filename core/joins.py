@@ -62,6 +62,9 @@ class JoinQueue(Generic[S]):
     def __len__(self) -> int:
         return len(self._again) + len(self._places)
 
+    def __bool__(self) -> bool:
+        return bool(self._places) or bool(self._again)
+
     def __iter__(self) -> Iterator[S]:
         yield from self._again
         yield from self._places

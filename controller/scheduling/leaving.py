@@ -25,7 +25,7 @@ class LeavingGpus:
 
     @property
     def due_s(self) -> float:
-        return min(self.until_s.values(), default=INFINITY)
+        return min(self.until_s.values()) if self.until_s else INFINITY
 
     def begin(self, event: ExecutorLeaves, now_s: float) -> None:
         gpu = self._gpus.get(event.gpu)

@@ -42,17 +42,26 @@ class Rounds:
     def __init__(self, gpus: Mapping[int, Gpu], queue: Queue, turns: FreeTurns) -> None:
         self._gpus, self._queue, self._turns = gpus, queue, turns
 
+    def able(self, number: int) -> bool:
+        """Whether `ahead` may tell of a GPU: nobody waits for a lease, and margins alone say who is next."""
+        gpu, queue = self._gpus[number], self._queue
+        if self.slack is None or self._turns.turns > 1 or queue.shares.on or gpu.leaves:
+            return False
+        for waiting in queue.waiting.values():
+            if waiting.resumes is None:
+                return False
+        return True
+
     def ahead(self, number: int, holder: int, decoding: Mapping[int, int]) -> dict[int, float] | None:
         """What `SLACKS` says of each of these leases on a GPU, with so many sequences each; one of them has the only
-        turn, and the others want it. None: somebody else waits, or something is known of them that is not of tokens.
+        turn, and the others want it; it is `able`. None: somebody else wants it, or something is known of them that is not of tokens.
         """
         gpu, queue, slack = self._gpus[number], self._queue, self.slack
-        alone = self._turns.turns == 1 and [each.lease.serial for each in gpu.turns] == [holder]
-        if slack is None or not alone or queue.shares.on or gpu.leaves:
+        if slack is None or [each.lease.serial for each in gpu.turns] != [holder]:
             return None
         for waiting in queue.waiting.values():
             resumes = waiting.resumes
-            if resumes is None or (resumes.lease.gpu == number and resumes.lease.serial not in decoding):
+            if resumes is not None and resumes.lease.gpu == number and resumes.lease.serial not in decoding:
                 return None
         found = {}
         for serial, count in decoding.items():

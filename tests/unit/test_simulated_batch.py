@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dormouse.controller.simulator.streams import batch as simulated
 from dormouse.controller.simulator.streams.batch import StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.controller.simulator.streams.learning import StepsLearned
 from dormouse.controller.simulator.streams.stream import OVER, Stream
 from dormouse.core.joins import IN_TURN
 from dormouse.core.pace import Pace
@@ -123,8 +124,9 @@ class Many:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        pace = None if limits.brief is None else Pace()
-        self.batch = StreamBatch(COST, BLOCK_TOKENS, limits.step_tokens, limits.sequences, pace=pace)
+        self.learned = StepsLearned(limits.step_tokens)
+        learned = None if limits.brief is None else self.learned
+        self.batch = StreamBatch(COST, BLOCK_TOKENS, limits.step_tokens, limits.sequences, learned=learned)
         self.batch.brief = limits.brief is True
         self.extents = self.plans = 0
 
@@ -153,7 +155,7 @@ class Many:
             if come < len(asked) and batch.takes_more:
                 done = min(done, steps.until(asked[come].at_s - now_s))
             now_s += steps.seconds(done)
-            batch.learn(steps, done)
+            self.learned.learn(batch.prompt_tokens, batch.sequences, steps, done)
             first, over = batch.advance(done)
             batch.check()
             for stream in first:

@@ -8,14 +8,14 @@ prompts, and the ends of streams, and none for a token. Equal beginnings of prom
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final
 
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.controller.simulator.streams.learning import StepsLearned
 from dormouse.controller.simulator.streams.stream import DECODING, OVER, PREFILL, WAITING, Advanced, Stream
 from dormouse.core.joins import IN_TURN, JoinQueue
-from dormouse.core.pace import Pace
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 256
@@ -31,10 +31,10 @@ class StreamBatch:
 
     def __init__(
         self, cost: StepCost, block_tokens: int = BLOCK_TOKENS, step_tokens: int = STEP_TOKENS,
-        sequences: int = STEP_SEQUENCES, closed: bool = False, pace: Pace | None = None,
+        sequences: int = STEP_SEQUENCES, closed: bool = False, learned: StepsLearned | None = None,
     ) -> None:  # fmt: skip
         self.blocks = self._used = 0
-        self.pace, self.brief = pace, False  # functions wait for the GPU, or are likely to
+        self._learned, self.brief = learned, False  # functions wait for the GPU, or are likely to
         self.waiting: JoinQueue[Stream] = JoinQueue()
         self._run: Counter[int] = Counter()  # by function, sequences that have begun
         self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
@@ -108,10 +108,10 @@ class StreamBatch:
         one more if what is left of its last block is less than the rest of them.
         """
         rounds, rest = divmod(steps, self._size)
-        found = rounds * len(self._decoding)
-        for room in range(rest):
-            found += self._phases[-(self._step + room) % self._size]
-        return found
+        found, last = rounds * len(self._decoding), -self._step % self._size + 1
+        if rest > last:  # phases are a circle
+            return found + sum(self._phases[:last]) + sum(self._phases[last - rest :])
+        return found + sum(self._phases[last - rest : last])
 
     def _needs(self, steps: int) -> int:
         """Blocks that the plan needs for so many."""
@@ -136,9 +136,9 @@ class StreamBatch:
             if self._preempt_youngest() is None:
                 return None
         budget, going_on = self._budget, bool(self._decoding or self._singles)
-        self._paced = self.brief and self.pace is not None
-        if self.pace is not None and self.brief:
-            budget = self.pace.tokens(budget)
+        self._paced = self.brief and self._learned is not None
+        if self._learned is not None and self.brief:
+            budget = self._learned.pieces(budget)
         for stream in list(self._prefilling):
             if budget and stream.left > 1 and stream.state == PREFILL:
                 tokens = self._take(stream, self._share(stream, budget, going_on), grow)
@@ -166,8 +166,8 @@ class StreamBatch:
 
     def _share(self, stream: Stream, budget: int, going_on: bool) -> int:
         """Of its prompt in a step: as in gpuserver/runtime/batch.py."""
-        if self.pace is not None and going_on and stream.tokens > self._budget:
-            budget, self._paced = self.pace.tokens(budget), True
+        if self._learned is not None and going_on and stream.tokens > self._budget:
+            budget, self._paced = self._learned.pieces(budget), True
         return min(budget, stream.left)
 
     def _take(self, stream: Stream, tokens: int, grow: Grow) -> int:
@@ -234,21 +234,6 @@ class StreamBatch:
         self.prompt_tokens = prompt = sum([tokens for _, tokens in self._takes])
         self.sequences = sequences
         return self._cost.steps(count, sequences, context, prompt, len(self._decoding))
-
-    def learn(self, steps: EqualSteps, count: int) -> None:
-        """What so many of the plan's steps took."""
-        if self.pace is None:
-            return
-        if not self.prompt_tokens:
-            self.pace.learn_plain(steps.first_s * 1e3, steps.more_s * 1e3, count)
-        for step in range(count if self.prompt_tokens else 0):
-            self.pace.learn(self.prompt_tokens, (steps.first_s + steps.more_s * step) * 1e3)
-
-    def learn_tokens(self, took_s: Sequence[float]) -> None:
-        """What steps without prompts took."""
-        if self.pace is not None:
-            for each_s in took_s:
-                self.pace.learn(0, each_s * 1e3)
 
     def advance(self, steps: int) -> Advanced:
         """So many steps of the plan are done."""

@@ -55,13 +55,17 @@ class KvMemory:
         nbytes = more * runtime.spec.block_nbytes
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
         evict = self.offload != "never" or runtime.batch.blocks + more <= runtime.batch.one_needs
+        free = gpu.residency.pool.free_nbytes - gpu.reserved_nbytes >= nbytes
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
-                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict,
+                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict and not free,
             )  # fmt: skip
             if grown is not None:
                 break
+            if free:
+                free = False  # but not in one place
+                continue
             if gently or not evict or not (gpu.one_ends() or gpu.one_leaves()):
                 return False
         for move in grown[1].moves:

@@ -53,8 +53,7 @@ class Rotating:
     def done(self) -> Advanced:
         """So many steps."""
         runtime, took_s, self.took_s = self.runtime, self.took_s, []
-        runtime.timer.learn_tokens(self.growing, [each_s * 1e6 for each_s in took_s])
-        runtime.batch.learn_tokens(took_s)
+        runtime.learned.learn_tokens(self.growing, took_s)
         for each_s in took_s:
             runtime.busy_s += each_s
         return runtime.batch.advance(len(took_s))

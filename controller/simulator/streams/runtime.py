@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.batch import StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
+from dormouse.controller.simulator.streams.learning import StepsLearned
 from dormouse.controller.simulator.streams.model import LlmSpec
-from dormouse.core.pace import Pace
-from dormouse.core.step_times import StepTimer
 from dormouse.schemas.messages import StepTimes
 
 if TYPE_CHECKING:
@@ -22,21 +21,22 @@ class SimulatedRuntime:
     """
 
     __slots__ = (
-        *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "prompts", "spec"),
-        *("stepped", "steps", "timer", "times", "turning", "wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "fresh", "idles", "learned", "leases", "lives", "opening", "prompts"),
+        *("spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
         self.spec, self.leases = spec, leases
+        self.learned = StepsLearned(spec.step_tokens)
         self.batch = StreamBatch(
-            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed, pace=Pace()
+            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed,
+            learned=self.learned,
         )  # fmt: skip
         self.steps = EqualSteps(0, 0.0, 0.0)
         self.count = 0
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
         self.prompts = False  # it has said that it has some, since it wants a turn
-        self.timer = StepTimer(spec.step_tokens)
         self.times: StepTimes | None = None  # as told
         self.fresh, self.cold = True, False  # the seat has had no step
         self.lives = 0

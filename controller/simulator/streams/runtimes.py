@@ -9,11 +9,22 @@ left loses its KV (memory.py), and its sequences begin again. A lease without se
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop
-from typing import Protocol
+from typing import Any, Protocol
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, TURNED, UNWANTED, WANTS, Agenda
+from dormouse.controller.simulator.agenda import (
+    COMPUTED,
+    COPIED,
+    IDLES,
+    OPENED,
+    PRESSED,
+    STEPPED,
+    TURNED,
+    UNWANTED,
+    WANTS,
+    Agenda,
+)
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
@@ -213,14 +224,14 @@ class RuntimeLeases:
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
         if not self.rotates or gpu.blocked:
             return lease
-        while agenda.heap and agenda.heap[0][2] == UNWANTED and _void(*agenda.heap[0][3:]):
-            heappop(agenda.heap)  # nothing is due
+        while agenda.heap and _void(*agenda.heap[0][2:]):
+            heappop(agenda.heap)
         if agenda.next_s - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
             return lease
-        found = rotating(gpu.leases.values(), lease, agenda.now_s)
-        if not found:
+        core = self._machine.core
+        if not core.rounds.able(gpu.number) or not (found := rotating(gpu.leases.values(), lease, agenda.now_s)):
             return lease
-        last = self._rotation.rotate(found, lease, self._machine.core)
+        last = self._rotation.rotate(found, lease, core)
         self._machine.passed(lease, last)
         return last
 
@@ -256,7 +267,7 @@ class RuntimeLeases:
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
                 self._idle(lease)
-        elif not _void(lease, version) and runtime.batch.idle:
+        elif version == runtime.lives and runtime.batch.idle:
             self._close(lease)
 
     def _close(self, lease: SimulatedLease) -> None:
@@ -314,14 +325,15 @@ class RuntimeLeases:
     def _learn(self, lease: SimulatedLease) -> None:
         """What the steps took that are over, and tell it if that is news."""
         runtime = runtime_of(lease)
-        batch, timer = runtime.batch, runtime.timer
-        batch.learn(runtime.steps, runtime.count)
-        timer.learn(batch.prompt_tokens, batch.sequences, runtime.steps.first_s * 1e6)
-        if batch.prompt_tokens and (times := timer.times) is not None and news(times, runtime.times):
+        prompt_tokens, learned = runtime.batch.prompt_tokens, runtime.learned
+        learned.learn(prompt_tokens, runtime.batch.sequences, runtime.steps, runtime.count)
+        if prompt_tokens and (times := learned.times) is not None and news(times, runtime.times):
             runtime.times = times
             self._tell(ev.StepsTimed((lease.wake.instance,), times))
 
 
-def _void(lease: SimulatedLease, version: int) -> bool:
-    """Whether its end is not expected any more, as it once was."""
-    return lease.lost or lease.closed or version != runtime_of(lease).lives
+def _void(kind: int, what: Any, version: int) -> bool:
+    """Whether nothing is due then any more."""
+    if kind == UNWANTED:
+        return what.lost or what.closed or version != what.runtime.lives  # type: ignore[no-any-return]
+    return kind in (COMPUTED, COPIED) and version != what.version  # type: ignore[no-any-return]
