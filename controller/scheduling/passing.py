@@ -47,14 +47,12 @@ class Rounds:
         gpu, queue = self._gpus[number], self._queue
         if self.slack is None or self._turns.turns > 1 or queue.shares.on or gpu.leaves:
             return False
-        for waiting in queue.waiting.values():
-            if waiting.resumes is None:
-                return False
-        return True
+        return all(waiting.resumes is not None for waiting in queue.waiting.values())
 
     def ahead(self, number: int, holder: int, decoding: Mapping[int, int]) -> dict[int, float] | None:
         """What `SLACKS` says of each of these leases on a GPU, with so many sequences each; one of them has the only
-        turn, and the others want it; it is `able`. None: somebody else wants it, or something is known of them that is not of tokens.
+        turn, and the others want it; it is `able`. None: somebody else wants it, or something is known of them that is
+        not of tokens.
         """
         gpu, queue, slack = self._gpus[number], self._queue, self.slack
         if slack is None or [each.lease.serial for each in gpu.turns] != [holder]:
