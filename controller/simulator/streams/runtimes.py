@@ -336,4 +336,4 @@ def _void(kind: int, what: Any, version: int) -> bool:
     """Whether nothing is due then any more."""
     if kind == UNWANTED:
         return what.lost or what.closed or version != what.runtime.lives  # type: ignore[no-any-return]
-    return kind in (COMPUTED, COPIED) and version != what.version  # type: ignore[no-any-return]
+    return kind in (COMPUTED, COPIED) and version != what.version
