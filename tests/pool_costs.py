@@ -26,5 +26,9 @@ def place(
     fixed: Container[int] = (),
     reserve_nbytes: int = 0,
     tenant: str = "",
+    roaming: Container[int] = (),
 ) -> PoolChange:
-    return pool.place(needs, cost=Costs(cost, pool), fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant)
+    known = Costs(cost, pool)
+    return pool.place(
+        needs, cost=known, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant, roaming=roaming
+    )

@@ -57,12 +57,16 @@ class Memory:
         self.mapped: dict[int, tuple[int, int]] = {}  # (granule, nbytes) by address
         self.tenants: dict[int, str] = {}  # whose bytes a granule has
         self.owners: dict[int, str] = {}  # tenant that a segment got its address for
+        self.roaming: set[int] = set()  # of what is resident
         self.segments: dict[int, int] = {}  # content by segment: the number that it had when it was copied
         self.offsets: dict[int, int] = {}
 
     def carry_out(self, plan: PoolChange, tenant: str = "") -> None:
         for segment in plan.evicted:
             del self.segments[segment], self.offsets[segment]
+            if segment in self.roaming:
+                del self.owners[segment]
+        self.roaming.difference_update(plan.evicted)
         for offset, nbytes in plan.freed:
             self.physical[offset : offset + nbytes] = POISON
         for mapping in plan.unmapped:
@@ -295,6 +299,9 @@ class PoolMachine(RuleBasedStateMachine):
         return self.serial
 
     def carry_out(self, plan: PoolChange, tenant: str = "") -> None:
+        if isinstance(self.pool, Pages):
+            for segment in self.memory.roaming.intersection(plan.evicted):
+                del self.lives[segment]
         self.memory.carry_out(plan, tenant)
         if isinstance(self.pool, Pages):
             for segment, offset in plan.placed.items():
@@ -308,18 +315,26 @@ class PoolMachine(RuleBasedStateMachine):
         fixed=st.floats(0, 0.7),
         reserve=st.sampled_from([0, 0, 5 * UNIT, 60 * UNIT]),
         tenant=st.sampled_from("ab"),
+        roam=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     )
-    def place(self, sizes: list[int], again: int, seed: int, fixed: float, reserve: int, tenant: str) -> None:
+    def place(
+        self, sizes: list[int], again: int, seed: int, fixed: float, reserve: int, tenant: str, roam: float
+    ) -> None:
         random = np.random.default_rng(seed)
         resident = list(self.pool.segments())
         chosen = {segment for segment in resident if random.random() < fixed}
         price = {segment: float(random.integers(0, 5)) for segment in resident}
         asleep = [(segment, nbytes) for segment, (_, nbytes) in self.lives.items() if segment not in self.pool]
-        needs = [*asleep[:again], *((self.fresh(), nbytes) for nbytes in sizes)]
+        fresh = [(self.fresh(), nbytes) for nbytes in sizes]
+        roaming = {segment for segment, _ in fresh if random.random() < roam}
+        needs = [*asleep[:again], *fresh]
         before = snapshot(self.pool)
         offsets = {segment: self.pool.offset(segment) for segment in chosen}
         try:
-            plan = place(self.pool, needs, cost=price.__getitem__, fixed=chosen, reserve_nbytes=reserve, tenant=tenant)
+            plan = place(
+                self.pool, needs, cost=price.__getitem__, fixed=chosen, reserve_nbytes=reserve, tenant=tenant,
+                roaming=roaming,
+            )  # fmt: skip
         except PoolFull:
             assert snapshot(self.pool) == before
             return
@@ -330,6 +345,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free_nbytes >= reserve
         self.freed_exactly(plan, before)
         self.carry_out(plan, tenant)
+        if isinstance(self.pool, Pages):
+            self.memory.roaming |= roaming
 
     @rule(nbytes=NBYTES, reserve=st.sampled_from([0, 30 * UNIT]), tenant=st.sampled_from("ab"))
     def adopt(self, nbytes: int, reserve: int, tenant: str) -> None:
@@ -372,6 +389,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.memory.offsets[new] = self.memory.offsets.pop(old)
         self.memory.owners[new] = self.memory.owners.pop(old)
         if isinstance(self.pool, Pages):
+            if old in self.memory.roaming:
+                self.memory.roaming = self.memory.roaming - {old} | {new}
             self.lives.pop(new, None)
             self.lives[new] = self.lives.pop(old)
 

@@ -1,5 +1,6 @@
 """What only a pool of pages promises: an address for life, granules shared by neighbours, tenants kept apart."""
 
+import numpy as np
 import pytest
 
 from dormouse.core.memory.pools.granules import Granules
@@ -112,6 +113,73 @@ def test_later_segments_of_a_tenant_use_up_its_last_granule() -> None:
     assert (pool.free_nbytes, pool.lost_nbytes) == (pool.capacity - SMALL, 0)
     pool.adopt(9, UNIT, tenant="b")
     assert pool.lost_nbytes == SMALL - UNIT
+    pool.check()
+
+
+def roamers(pool: Pages, numbers: range, units: int, tenant: str = "t") -> None:
+    for n in numbers:
+        pool.place([(n, units * UNIT)], cost=even, tenant=tenant, roaming={n})
+
+
+def test_as_many_roaming_segments_are_resident_as_their_bytes_allow() -> None:
+    """Twenty of three quarters of a small granule, whichever twenty of a hundred, in the fifteen that they fill."""
+    pool = pages(0, 15)
+    roamers(pool, range(20), 3)
+    assert (len(pool.segments()), pool.free_nbytes, pool.lost_nbytes) == (20, 0, 0)
+    random = np.random.default_rng(3)
+    for n in random.permutation(range(20, 100)):
+        price = {segment: float(random.integers(1, 9)) for segment in pool.segments()}
+        plan = pool.place([(int(n), 3 * UNIT)], cost=price.__getitem__, tenant="t", roaming={int(n)})
+        assert [price[segment] for segment in plan.evicted] == [min(price.values())]
+        assert (plan.unmapped, plan.mapped) == ([], [])  # it lies where that one lay
+        assert (len(pool.segments()), pool.lost_nbytes) == (20, 0)
+        pool.check()
+
+
+def test_what_roams_is_divided_where_its_parts_find_room() -> None:
+    pool = pages(0, 8)
+    roamers(pool, range(8), 4)
+    pool.drop([1, 3, 6])
+    plan = pool.place([(10, 4 * UNIT), (11, 4 * UNIT), (12, 2 * UNIT)], cost=even, tenant="t", roaming={10, 11, 12})
+    assert plan.evicted == []
+    assert {pool.offset(segment) // SMALL for segment in (10, 11, 12)} == {1, 3, 6}
+    roamers(pool, range(13, 14), 2)
+    assert (len(pool.segments()), pool.lost_nbytes) == (9, 0)
+    pool.check()
+
+
+def test_what_roams_fills_the_last_granule_of_what_stays() -> None:
+    pool = pages(0, 2)
+    pool.place([(1, 2 * UNIT)], cost=even, tenant="t")
+    roamers(pool, range(2, 4), 3)
+    assert (sorted(pool.segments()), pool.lost_nbytes) == ([1, 2, 3], 0)
+    pool.drop([1, 2])
+    roamers(pool, range(4, 5), 3)
+    assert pool.offset(4) == 2 * UNIT  # not at the address that 1 keeps
+    pool.drop([3, 4])
+    assert pool.place([(1, 2 * UNIT)], cost=even, tenant="t").placed == {1: 0}
+    pool.check()
+
+
+def test_another_tenant_gets_no_part_of_a_granule_that_was_left() -> None:
+    """And all of it only cleared."""
+    pool = pages(0, 2)
+    roamers(pool, range(4), 2)
+    pool.drop([0])
+    plan = pool.place([(9, UNIT)], cost=even, tenant="other", roaming={9})
+    assert len(plan.evicted) == 1
+    assert [mapping.clear for mapping in plan.mapped] == [True]
+    assert pool.owner(9) == "other"
+    pool.check()
+
+
+def test_a_refusal_leaves_roaming_segments_where_they_are() -> None:
+    pool = pages(0, 3)
+    roamers(pool, range(6), 2)
+    before = {segment: pool.offset(segment) for segment in pool.segments()}
+    with pytest.raises(PoolFull):
+        pool.place([(9, 11 * UNIT)], cost=even, fixed={4}, tenant="t", roaming={9})
+    assert {segment: pool.offset(segment) for segment in pool.segments()} == before
     pool.check()
 
 

@@ -1,15 +1,19 @@
-"""Decides at which address a segment lies for life in a pool of pages.
+"""Decides at which address a segment lies in a pool of pages: for life, or for as long as it is resident.
 
 Addresses are plenty and physical granules are not: the segments that come together for one tenant lie side by side, so
 that neighbours share granules and only the end of a batch wastes part of one. A batch begins at a large granule's
 boundary and owns whole large windows, so that granules are never shared by two tenants; what is left of the window
 at its end goes to the same tenant's next segments that fit there. A batch that fits in a small granule lies in one.
+
+Roaming segments have an address only while they are resident. They fill what is left in the tenant's windows, first
+where memory is mapped in any case: so they take as many granules as their bytes do, whichever of them come and go.
 """
 
+import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-from dormouse.core.freelist import FreeList, aligned
+from dormouse.core.freelist import FreeList, Holes, aligned, check_tiling
 
 
 class Addresses:
@@ -23,7 +27,8 @@ class Addresses:
         self._known: dict[int, tuple[int, int]] = {}  # (offset, aligned nbytes) by segment
         self._count: dict[int, int] = {}  # known segments by window that they touch
         self._owner: dict[int, str] = {}  # tenant by window in use
-        self._tail: dict[str, tuple[int, int]] = {}  # unused [start, end) of the last window, by tenant
+        self._holes: dict[str, Holes] = {}  # what nothing known has of a tenant's windows
+        self._last: dict[str, int] = {}  # end of the window whose rest the tenant's next segments get
 
     @property
     def largest_nbytes(self) -> int:
@@ -44,9 +49,19 @@ class Addresses:
         """The tenant that the window's addresses are of."""
         return self._owner[window]
 
-    def tail(self, tenant: str) -> tuple[int, int]:
-        """Unused ``[start, end)`` in the tenant's last window."""
-        return self._tail.get(tenant, (0, 0))
+    def last(self, tenant: str) -> int:
+        """End of the window whose rest the tenant's next segments get; 0 if there is none."""
+        return self._last.get(tenant, 0)
+
+    def _tail(self, tenant: str) -> tuple[int, int]:
+        """Unused ``[start, end)`` before that."""
+        end = self.last(tenant)
+        if end:
+            holes = self._holes[tenant]
+            index = bisect.bisect_left(holes.ends, end)
+            if index < len(holes.starts) and holes.starts[index] < end:
+                return holes.starts[index], end
+        return 0, 0
 
     def assign(self, needs: Sequence[tuple[int, int]], tenant: str, share: bool) -> bool:
         """Addresses side by side for segments that have none; False, and nothing has changed, if there are none left.
@@ -56,55 +71,178 @@ class Addresses:
         """
         if not needs:
             return True
-        sizes = [aligned(nbytes) for _, nbytes in needs]
-        total = sum(sizes)
-        start, end = before = self.tail(tenant)
+        sizes = {segment: aligned(nbytes) for segment, nbytes in needs}
+        total = sum(sizes.values())
+        start, end = self._tail(tenant)
         if total <= self._tile < start % self._tile + total:
             start = -(-start // self._tile) * self._tile  # else it takes two granules when it is here without others
-        if not share or end - start < total:
-            windows = -(-total // self._window)
-            found = self._free.find(windows * self._window)
-            if found is None:
-                return False
-            self._free.take_all(found, [self._window] * windows)
-            start, end = found, found + windows * self._window
-            for window in range(start // self._window, end // self._window):
-                self._owner[window], self._count[window] = tenant, 0
-        for (segment, _), size in zip(needs, sizes, strict=True):
+        if share and end - start >= total:
+            self._put(sizes, start, tenant)
+            return True
+        return self._open(sizes, tenant)
+
+    def lend(self, needs: Sequence[tuple[int, int]], tenant: str, wanted: Callable[[int], bool], share: bool) -> bool:
+        """Addresses for segments that roam; False, and nothing has changed, if there are none left.
+
+        Args:
+            wanted: whether a small granule's worth of addresses, by its number, is mapped in any case.
+            share: they may lie wherever there is room in the tenant's windows, else only in what is wanted.
+        """
+        sizes = {segment: aligned(nbytes) for segment, nbytes in needs}
+        left = dict(sizes)
+        least, total = min(left.values(), default=0), sum(left.values())
+
+        def fill(start: int, end: int, from_end: bool) -> None:
+            chosen, room = dict[int, int](), end - start
+            for segment, size in left.items():
+                if size <= room:
+                    chosen[segment] = size
+                    room -= size
+                    if room < least:
+                        break
+            self._put(chosen, start + room if from_end else start, tenant)
+            for segment in chosen:
+                del left[segment]
+
+        for filled_only in (True, False) if share else (True,):
+            if not left:
+                break
+            pieces = self._wanted_pieces(tenant, wanted) if filled_only else self._pieces(tenant)
+            ranked = []
+            for start, end in pieces:
+                if (size := end - start) >= least:
+                    first, last = wanted(start // self._tile), wanted((end - 1) // self._tile)
+                    alone = not (first or last)  # what is beside something takes fewer granules
+                    ranked.append((alone, size < total, abs(size - total), start, end, last and not first))
+            for *_, start, end, from_end in sorted(ranked):
+                if not left:
+                    break
+                fill(start, end, from_end)
+        if left and not (share and self._extend(left, tenant)) and not self._open(left, tenant):
+            for segment in sizes.keys() - left.keys():
+                self.vacate(segment)
+            return False
+        return True
+
+    def _pieces(self, tenant: str) -> list[tuple[int, int]]:
+        """What nothing known has of its windows."""
+        holes = self._holes.get(tenant)
+        return [] if holes is None else list(zip(holes.starts, holes.ends, strict=True))
+
+    def _wanted_pieces(self, tenant: str, wanted: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+        """The same, only where memory is mapped in any case."""
+        tile = self._tile
+        for start, end in self._pieces(tenant):
+            tiles = range(start // tile, -(-end // tile))
+            for there, run in itertools.groupby(tiles, wanted):
+                found = list(run)
+                if there:
+                    yield max(start, found[0] * tile), min(end, (found[-1] + 1) * tile)
+
+    def _extend(self, sizes: dict[int, int], tenant: str) -> bool:
+        """The windows behind the tenant's last one for these, so that nothing is left at its end; False if they are not
+        free.
+        """
+        (start, end), total = self._tail(tenant), sum(sizes.values())
+        if start == end:
+            return False
+        windows = -(-(start + total - end) // self._window)
+        if not self._free.take_all(end, [self._window] * windows):
+            return False
+        self._own(end, windows, tenant)
+        self._put(sizes, start, tenant)
+        self._last[tenant] = end + windows * self._window
+        return True
+
+    def _own(self, start: int, windows: int, tenant: str) -> None:
+        """These windows are the tenant's, and nothing lies there."""
+        for window in range(start // self._window, start // self._window + windows):
+            self._owner[window], self._count[window] = tenant, 0
+        self._holes.setdefault(tenant, Holes(0)).give(start, windows * self._window)
+
+    def _open(self, sizes: dict[int, int], tenant: str) -> bool:
+        """New windows for these, side by side; False if there are none left."""
+        total = sum(sizes.values())
+        windows = -(-total // self._window)
+        start = self._free.find(windows * self._window)
+        if start is None:
+            return False
+        self._free.take_all(start, [self._window] * windows)
+        before, after, end = self._tail(tenant), start + total, start + windows * self._window
+        self._own(start, windows, tenant)
+        self._put(sizes, start, tenant)
+        if end - after > before[1] - before[0]:
+            self._last[tenant] = end
+        return True
+
+    def _put(self, sizes: dict[int, int], start: int, tenant: str) -> None:
+        """Side by side in what nothing known has."""
+        for segment, size in sizes.items():
+            taken = self._holes[tenant].take(start, size)
+            assert taken, "two segments at one address"
             self._known[segment] = (start, size)
             for window in self.windows(segment):
                 self._count[window] += 1
             start += size
-        if end == before[1] or end - start > before[1] - before[0]:
-            self._tail[tenant] = (start, end)
-        return True
 
-    def withdraw(self, segments: Iterable[int], tenant: str, tail: tuple[int, int]) -> None:
-        """Undo ``assign``; ``tail`` is what it was before."""
-        self.forget(segments)
-        self._tail.pop(tenant, None)
-        if tail[1] > tail[0]:
-            self._tail[tenant] = tail
+    def withdraw(self, segments: Sequence[int], tenant: str, last: int, mapped: Container[int] = ()) -> None:
+        """Undo ``assign`` and ``lend``; ``last`` is what it was before. ``mapped``: windows that stay the tenant's."""
+        windows = [window for segment in segments for window in self.windows(segment)]
+        for segment in segments:
+            self.vacate(segment)
+        self.trim(window for window in windows if window not in mapped)
+        self._last.pop(tenant, None)
+        if last:
+            self._last[tenant] = last
 
     def windows(self, segment: int) -> range:
         """The windows that a segment touches."""
         offset, nbytes = self._known[segment]
         return range(offset // self._window, -(-(offset + nbytes) // self._window))
 
+    def vacate(self, segment: int) -> None:
+        """Its addresses may be others' of its tenant. Its windows stay the tenant's until they are trimmed: what is
+        mapped there has that one's bytes.
+        """
+        offset, nbytes = self._known[segment]
+        windows = self.windows(segment)
+        for window in windows:
+            self._count[window] -= 1
+        self._holes[self._owner[windows[0]]].give(offset, nbytes)
+        del self._known[segment]
+
+    def restore(self, segment: int, offset: int, nbytes: int) -> bool:
+        """Undo :meth:`vacate`; False if something else has come there."""
+        holes = self._holes[self._owner[offset // self._window]]
+        if not holes.take(offset, nbytes):
+            return False
+        self._known[segment] = (offset, nbytes)
+        for window in self.windows(segment):
+            self._count[window] += 1
+        return True
+
+    def trim(self, windows: Iterable[int]) -> None:
+        """Those where nothing known lies are free for others."""
+        for window in windows:
+            if self._count.get(window, 1):
+                continue
+            del self._count[window]
+            tenant, start = self._owner.pop(window), window * self._window
+            holes = self._holes[tenant]
+            holes.take(start, self._window)
+            if self.last(tenant) == start + self._window:
+                del self._last[tenant]
+            if not holes.starts and tenant not in self._owner.values():
+                del self._holes[tenant]
+            self._free.give(start)
+
     def forget(self, segments: Iterable[int]) -> None:
         """Give back the addresses of these; a window is free for others once nothing known touches it."""
         for segment in segments:
-            if segment not in self._known:
-                continue
-            for window in self.windows(segment):
-                self._count[window] -= 1
-                if not self._count[window]:
-                    del self._count[window]
-                    tenant = self._owner.pop(window)
-                    if self._tail.get(tenant, (0, 0))[1] == (window + 1) * self._window:
-                        del self._tail[tenant]
-                    self._free.give(window * self._window)
-            del self._known[segment]
+            if segment in self._known:
+                windows = self.windows(segment)
+                self.vacate(segment)
+                self.trim(windows)
 
     def rename(self, old: int, new: int) -> None:
         """``old``'s addresses are ``new``'s; those that ``new`` had are given back."""
@@ -123,7 +261,17 @@ class Addresses:
         assert count == self._count
         assert count.keys() == self._owner.keys()
         assert sorted(self._free.taken) == sorted(window * self._window for window in count)
-        for tenant, (start, end) in self._tail.items():
-            assert start <= end
-            assert start == end or self._owner[end // self._window - 1] == tenant
-            assert not any(offset < end and start < offset + nbytes for offset, nbytes in spans)
+        for tenant, holes in self._holes.items():
+            theirs = [window for window, owner in self._owner.items() if owner == tenant]
+            assert theirs
+            elsewhere = [(window * self._window, self._window) for window in range(max(theirs) + 1)]
+            taken = [(at, size) for at, size in elsewhere if at // self._window not in theirs]
+            taken += [self._known[each] for each in self._known if self._owner[self.windows(each)[0]] == tenant]
+            whole = Holes(0)
+            whole.reset(zip(holes.starts, holes.ends, strict=True))
+            whole.capacity = (max(theirs) + 1) * self._window
+            check_tiling(taken, whole)
+            assert self.last(tenant) % self._window == 0
+            assert not self.last(tenant) or self._owner[self.last(tenant) // self._window - 1] == tenant
+        assert self._last.keys() <= self._holes.keys()
+        assert set(self._owner.values()) == self._holes.keys()

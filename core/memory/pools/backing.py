@@ -58,6 +58,9 @@ class Backing:
         self.spare_large = 0  # granules still mapped that nobody wants; none between a pool's calls
         self.spare_small = 0
 
+    def __contains__(self, window: object) -> bool:
+        return window in self._windows
+
     def enter(self, offset: int, nbytes: int) -> None:
         """Count a segment at these addresses as resident; its tiles may not be mapped yet."""
         for number, low, high in self._touched(offset, nbytes):
@@ -83,6 +86,14 @@ class Backing:
                 self.spare_large += not window.residents
             elif window.small:
                 self.spare_small += window.spare_small() - before
+
+    def wanted(self, tile: int) -> bool:
+        """Whether a small granule's worth of addresses is mapped, or about to be, for what is resident."""
+        number, inside = divmod(tile, self._granules.per_large)
+        window = self._windows.get(number)
+        if window is None:
+            return False
+        return bool(window.residents if window.large is not None else window.users[inside])
 
     def tidy(self, windows: Iterable[int]) -> None:
         """Those with nothing resident and nothing mapped are not kept."""

@@ -66,6 +66,7 @@ class Buddy:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
+        roaming: Container[int] = (),
     ) -> PoolChange:
         if len({segment for segment, _ in needs} - self._nbytes.keys()) < len(needs):
             raise ValueError("a segment is named twice or is there already")

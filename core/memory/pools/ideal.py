@@ -33,6 +33,7 @@ class Ideal:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
+        roaming: Container[int] = (),
     ) -> PoolChange:
         sizes = self._nbytes
         wanted = dict(needs)

@@ -1,5 +1,6 @@
 """Decides which segments leave a pool of pages, where nothing moves: segments keep their address for life, so views and
-captured graphs stay valid over a swap, and free bytes need not lie together.
+captured graphs stay valid over a swap, and free bytes need not lie together. Roaming segments keep theirs only while
+they are resident: where they come back depends on who has left for them.
 
 Addresses are given out in :mod:`dormouse.core.memory.pools.addresses`, physical granules are put behind them in
 :mod:`dormouse.core.memory.pools.backing`. A granule is shared by neighbours, so an evicted segment frees only what no
@@ -7,6 +8,7 @@ resident neighbour touches: eviction counts what really becomes free.
 """
 
 from collections.abc import Collection, Container, Iterable, Sequence
+from typing import Final
 
 from dormouse.core.freelist import aligned
 from dormouse.core.memory.pools import eviction
@@ -15,11 +17,15 @@ from dormouse.core.memory.pools.backing import Backing, Demand
 from dormouse.core.memory.pools.granules import Granules
 from dormouse.core.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
 
+TRIES: Final = 16
+"""Places for what roams are sought again when so small a part of its bytes has left: each try looks at all of it."""
+
 
 class Pages:
     """The :class:`Pool` of granules ``(nbytes, count)`` of one or two sizes, mapped in ``address_nbytes``.
 
-    A segment keeps its address until :meth:`forget`. ``tenant`` counts where a segment gets its address.
+    A segment keeps its address until :meth:`forget`, a roaming one until it leaves. ``tenant`` counts where a segment
+    gets its address.
     """
 
     def __init__(self, granules: list[tuple[int, int]], address_nbytes: int) -> None:
@@ -27,6 +33,7 @@ class Pages:
         self.capacity = self._granules.capacity
         self._addresses = Addresses(address_nbytes, self._granules.large_nbytes, self._granules.small_nbytes)
         self._nbytes: dict[int, int] = {}  # by resident segment, as asked for
+        self._roaming: set[int] = set()  # of these
         self._backing = Backing(self._granules)
         self._used = 0
 
@@ -54,42 +61,51 @@ class Pages:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
+        roaming: Container[int] = (),
     ) -> PoolChange:
         segments = [segment for segment, _ in needs]
         if len(set(segments) - self._nbytes.keys()) < len(needs):
             raise ValueError("a segment is named twice or is there already")
-        tail = self._addresses.tail(tenant)
-        fresh = self._enter_all(needs, tenant)
+        guests = [need for need in needs if need[0] in roaming and need[0] not in self._addresses]
+        lent = {segment for segment, _ in guests}
+        settled = [need for need in needs if need[0] not in lent]
+        last = self._addresses.last(tenant)
+        fresh = self._enter_all(settled, tenant)
         if fresh is None:
             raise PoolFull(f"{self._story(needs, reserve_nbytes)}: no addresses are left, forget segments first")
-        demand = self._demand(segments)
+        stay = [segment for segment, _ in settled]
         evicted: list[int] = []
-        if not self._backing.fits(demand, reserve_nbytes):
-            found = self._evict(segments, demand, cost, fixed, reserve_nbytes)
+        windows: list[int] = []
+        if not (self._fits_with(guests, stay, tenant, reserve_nbytes)):
+            found = self._evict(stay, guests, cost, fixed, reserve_nbytes, tenant)
             if found is None:
-                self._leave_all(needs, fresh, tenant, tail)
+                self._leave_all(settled, fresh, tenant, last)
                 raise PoolFull(self._story(needs, reserve_nbytes))
-            evicted = found
-        return self._commit(evicted, segments)
+            evicted, windows = found
+        for segment, nbytes in guests:
+            self._nbytes[segment] = nbytes
+        self._roaming |= lent
+        return self._commit(evicted, windows, segments)
 
     def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
         if segment in self._nbytes:
             raise ValueError(f"segment {segment} is there already")
         needs = [(segment, nbytes)]
-        tail = self._addresses.tail(tenant)
+        last = self._addresses.last(tenant)
         fresh = self._enter_all(needs, tenant)
         if fresh is None:
             return None
         if not self._backing.fits(self._demand([segment]), reserve_nbytes):
-            self._leave_all(needs, fresh, tenant, tail)
+            self._leave_all(needs, fresh, tenant, last)
             return None
-        return self._commit([], [segment])
+        return self._commit([], [], [segment])
 
     def drop(self, segments: Iterable[int]) -> PoolChange:
         gone = [segment for segment in dict.fromkeys(segments) if segment in self._nbytes]
+        windows = self._windows(gone)
         for segment in gone:
             self._leave(segment)
-        return self._commit(gone, [])
+        return self._commit(gone, windows, [])
 
     def forget(self, segments: Iterable[int]) -> None:
         """Give back the addresses of these; resident ones keep theirs, drop them first."""
@@ -101,6 +117,9 @@ class Pages:
             raise ValueError(f"segment {new} is there already")
         self._nbytes[new] = self._nbytes.pop(old)
         self._addresses.rename(old, new)
+        if old in self._roaming:
+            self._roaming.discard(old)
+            self._roaming.add(new)
 
     def __contains__(self, segment: object) -> bool:
         return segment in self._nbytes
@@ -152,6 +171,7 @@ class Pages:
         assert self._used == sum(aligned(nbytes) for nbytes in self._nbytes.values())
         assert self.used_nbytes + self.lost_nbytes + self.free_nbytes == self.capacity
         assert self.lost_nbytes >= 0
+        assert self._roaming <= self._nbytes.keys()
 
     def _enter(self, segment: int) -> None:
         """Count a segment as resident; its tiles may not be mapped yet."""
@@ -160,10 +180,21 @@ class Pages:
         self._used += nbytes
 
     def _leave(self, segment: int) -> None:
-        """Count a segment as gone; what only it wanted is spare, and still mapped."""
+        """Count a segment as gone; what only it wanted is spare, and still mapped. One that roams has no address any
+        more.
+        """
         nbytes = self._addresses.nbytes(segment)
         self._backing.leave(self._addresses.offset(segment), nbytes)
         self._used -= nbytes
+        if segment in self._roaming:
+            self._addresses.vacate(segment)
+
+    def _return(self, segment: int, offset: int) -> bool:
+        """Undo ``_leave``; False if another one has its address."""
+        if segment in self._roaming and not self._addresses.restore(segment, offset, aligned(self._nbytes[segment])):
+            return False
+        self._enter(segment)
+        return True
 
     def _windows(self, segments: Iterable[int]) -> list[int]:
         """All that these touch, each once."""
@@ -180,7 +211,7 @@ class Pages:
         for segment, nbytes in needs:
             if segment in self._addresses and self._addresses.nbytes(segment) != aligned(nbytes):
                 raise ValueError(f"segment {segment} has the address of another size")
-        tail = self._addresses.tail(tenant)
+        last = self._addresses.last(tenant)
         for share in (True, False):
             if not self._addresses.assign(fresh, tenant, share):
                 return None
@@ -192,7 +223,7 @@ class Pages:
             for segment, _ in fresh:
                 self._leave(segment)
             self._backing.tidy(self._windows(segment for segment, _ in fresh))
-            self._addresses.withdraw([segment for segment, _ in fresh], tenant, tail)
+            self._addresses.withdraw([segment for segment, _ in fresh], tenant, last)
         known = {segment for segment, _ in needs} - {segment for segment, _ in fresh}
         for segment, nbytes in needs:
             self._nbytes[segment] = nbytes
@@ -200,57 +231,102 @@ class Pages:
                 self._enter(segment)
         return [segment for segment, _ in fresh]
 
-    def _leave_all(
-        self, needs: Sequence[tuple[int, int]], fresh: Sequence[int], tenant: str, tail: tuple[int, int]
-    ) -> None:
+    def _leave_all(self, needs: Sequence[tuple[int, int]], fresh: Sequence[int], tenant: str, last: int) -> None:
         """Undo ``_enter_all``."""
         for segment, _ in needs:
             self._leave(segment)
             del self._nbytes[segment]
         self._backing.tidy(self._windows(segment for segment, _ in needs))
-        self._addresses.withdraw(fresh, tenant, tail)
+        self._addresses.withdraw(fresh, tenant, last)
+
+    def _fits_with(
+        self, guests: Sequence[tuple[int, int]], stay: Sequence[int], tenant: str, reserve_nbytes: int
+    ) -> bool:
+        """Whether there are granules for all of these. If so, guests are counted as resident, and have addresses."""
+        if not guests:
+            return self._backing.fits(self._demand(stay), reserve_nbytes)
+        names, last = [segment for segment, _ in guests], self._addresses.last(tenant)
+        for share in (True, False):  # room in the tenant's windows may take small granules that there are not
+            if not self._addresses.lend(guests, tenant, self._backing.wanted, share):
+                continue
+            for segment in names:
+                self._enter(segment)
+            if self._backing.fits(self._demand([*stay, *names]), reserve_nbytes):
+                return True
+            windows = self._windows(names)
+            for segment in names:
+                self._leave(segment)
+            self._backing.tidy(windows)
+            self._addresses.withdraw(names, tenant, last, self._backing)
+        return False
 
     def _evict(
-        self, needs: Sequence[int], demand: Demand, cost: Cost, fixed: Container[int], reserve_nbytes: int
-    ) -> list[int] | None:
-        """The cheapest segments whose granules suffice, left already; None, and all are back, if none do."""
-        kept, backing, offset = set(needs), self._backing, self._addresses.offset
+        self,
+        stay: Sequence[int],
+        guests: Sequence[tuple[int, int]],
+        cost: Cost,
+        fixed: Container[int],
+        reserve_nbytes: int,
+        tenant: str,
+    ) -> tuple[list[int], list[int]] | None:
+        """The cheapest segments whose granules suffice, left already, and the windows that they were in; None, and all
+        are back, if none do. Guests are entered.
+        """
+        kept, backing, addresses = set(stay), self._backing, self._addresses
         movable = [segment for segment in self._nbytes if segment not in kept and segment not in fixed]
-        movable.sort(key=offset)
+        movable.sort(key=addresses.offset)
+        places = {segment: (addresses.offset(segment), addresses.windows(segment)) for segment in movable}
+        demand = self._demand(stay)
+        total = sum(aligned(nbytes) for _, nbytes in guests)
         evicted: list[tuple[int, int, int]] = []  # (segment, large and small granules that it left)
-        again = False
-        for segment in eviction.ascending(movable, [self._addresses.nbytes(each) for each in movable], cost).names:
+        again, tried = False, (self._used, 0, 0)
+        for segment in eviction.ascending(movable, [addresses.nbytes(each) for each in movable], cost).names:
             large, small = backing.spare_large, backing.spare_small
             self._leave(segment)
             evicted.append((segment, backing.spare_large - large, backing.spare_small - small))
-            if backing.fits(demand, reserve_nbytes):
+            if not guests:
+                if backing.fits(demand, reserve_nbytes):
+                    break
+                continue
+            now = (self._used, backing.spare_large, backing.spare_small)
+            if self.capacity - self._used - reserve_nbytes < total:
+                continue  # where it lay or will lie does not matter
+            if (now[1:] != tried[1:] or tried[0] - now[0] >= total // TRIES) and self._fits_with(
+                guests, stay, tenant, reserve_nbytes
+            ):
+                again = True
                 break
+            tried = now
         else:
             # with all neighbours gone a window may take a large granule where it had small ones
-            again, demand = True, self._demand(needs)
-            if not backing.fits(demand, reserve_nbytes):
+            again = True
+            if not self._fits_with(guests, stay, tenant, reserve_nbytes):
                 for segment, _, _ in evicted:
-                    self._enter(segment)
+                    self._return(segment, places[segment][0])
                 return None
+        windows = self._windows([*stay, *(segment for segment, _ in guests)])
+        demand = backing.demand(windows)
         gone: list[int] = []
         for segment, large, small in reversed(evicted):
             # back it takes at least what it left (more, if neighbours have gone since), and the demand grows no smaller
-            if backing.fits(demand, reserve_nbytes, (large, small)):
-                self._enter(segment)
-                then = self._demand(needs) if again else demand
+            less = (0, 0) if guests else (large, small)
+            if backing.fits(demand, reserve_nbytes, less) and self._return(segment, places[segment][0]):
+                then = backing.demand(windows) if again else demand
                 if backing.fits(then, reserve_nbytes):
                     demand = then
                     continue
                 self._leave(segment)
             gone.append(segment)
-        return gone[::-1]
+        return gone[::-1], list(dict.fromkeys(number for segment in gone for number in places[segment][1]))
 
-    def _commit(self, evicted: list[int], placed: Sequence[int]) -> PoolChange:
-        """Unmap what nobody wants, map what is wanted."""
+    def _commit(self, evicted: list[int], windows: Sequence[int], placed: Sequence[int]) -> PoolChange:
+        """Unmap what nobody wants in the windows of those that have left, map what is wanted."""
         plan = PoolChange(evicted=evicted)
-        self._backing.unmap(sorted(self._windows(evicted)), plan)
+        self._backing.unmap(sorted(windows), plan)
         for segment in evicted:
             del self._nbytes[segment]
+        self._roaming.difference_update(evicted)
+        self._addresses.trim(windows)
         self._backing.map(self._windows(placed), self._addresses.owner, plan)
         plan.placed = {segment: self._addresses.offset(segment) for segment in placed}
         return plan

@@ -112,6 +112,7 @@ class Pool(Protocol):
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
+        roaming: Container[int] = (),
     ) -> PoolChange:
         """Give room to all of ``needs``, ``(segment, nbytes)`` that are not resident, side by side where possible in
         that order.
@@ -122,6 +123,8 @@ class Pool(Protocol):
         Args:
             reserve_nbytes: ``free_nbytes`` is at least this afterwards (activations outside the pool).
             tenant: owner of what is placed, for clearing.
+            roaming: of the needs, what needs no address that it has had: whoever uses it is told where it is whenever
+                it comes.
 
         Raises:
             PoolFull: even with all others evicted there is no room.

@@ -50,6 +50,7 @@ class Regions:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
+        roaming: Container[int] = (),
     ) -> PoolChange:
         segments = [segment for segment, _ in needs]
         if len(set(segments)) < len(segments) or not self._offset.keys().isdisjoint(segments):
