@@ -31,6 +31,7 @@ def bring(
     *,
     tenant: str = "",
     reserve_nbytes: int = 0,
+    roams: Callable[[int], bool] = lambda segment: False,
 ) -> WakePlan | None:
     """A seat for what is there of its model and what is not, until `Residency.leave` of its owner; None if there is no
     room.
@@ -38,6 +39,7 @@ def bring(
     Args:
         worth, nbytes_s: as in `WakeEvictionCost`. ``worth`` has the instance, too.
         reserve_nbytes: what is to be free afterwards.
+        roams: as of `Residency.wake`.
     """
     pool = residency.pool
     seat = SeatedModel(residency.models.by_instance.get(instance) or ModelLayout(()))
@@ -49,8 +51,11 @@ def bring(
     byte = sum([cost.per_byte(segment) * nbytes for segment, nbytes in missing]) / max(1, wanted_nbytes)
     fixed.update([segment for segment in resident if KEEP * cost.per_byte(segment) >= byte])
     wake = WakePlan()
+    roaming = {segment for segment, _ in missing if roams(segment)}
     try:
-        plan = pool.place(missing, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant)
+        plan = pool.place(
+            missing, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant, roaming=roaming
+        )
     except PoolFull:
         return None
     residency.take(owner_of(instance), seat, plan, missing, wake)

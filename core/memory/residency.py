@@ -71,6 +71,7 @@ class Residency:
         reserve_nbytes: int = 0,
         wish_nbytes: int = 0,
         alone: bool = True,
+        roams: Callable[[int], bool] = lambda segment: False,
     ) -> WakePlan:
         """Give ``instance`` a seat: make room for all of its segments, and keep them here until it leaves.
 
@@ -82,6 +83,7 @@ class Residency:
             reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
             wish_nbytes: what is to be left free beside that if it can be had.
             alone: no other seat could be left to make room: then its own segments may make room for each other.
+            roams: whether a segment needs no address that it has had (`Pool.place`).
 
         Raises:
             ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
@@ -99,7 +101,8 @@ class Residency:
         cost = WakeEvictionCost(self.models, worth, nbytes_s, pool.nbytes)
         fixed = self.seats.kept()
         fixed.update(model.nbytes)
-        place = partial(pool.place, cost=cost, fixed=fixed, tenant=tenant)
+        roaming = {segment for segment, _ in missing if roams(segment)}
+        place = partial(pool.place, cost=cost, fixed=fixed, tenant=tenant, roaming=roaming)
         plan = None
         for reserve in (reserve_nbytes + wish_nbytes, reserve_nbytes) if wish_nbytes else (reserve_nbytes,):
             try:

@@ -84,15 +84,11 @@ def want(state: MachineState) -> None:
         books = state.runtimes.get(lease.runtime)
         if books is None or books.rests or lease.state is not LeaseState.AWAY or lease.rests_s is not None:
             continue
-        if not lease.wants and lease.serial not in state.coming and _adapted(state, lease):
+        if not lease.wants and lease.serial not in state.coming and state.adapted(lease.instance):
             lease.wants = True
             state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
 
 
 def _paused(state: MachineState) -> list[HeldLease]:
     paused = (lease for lease in state.leases.values() if lease.runtime and lease.state is LeaseState.PAUSED)
-    return [lease for lease in paused if _adapted(state, lease)]
-
-
-def _adapted(state: MachineState, lease: HeldLease) -> bool:
-    return state.instances[lease.instance].adapter
+    return [lease for lease in paused if state.adapted(lease.instance)]

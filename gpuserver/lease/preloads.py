@@ -33,6 +33,7 @@ def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
         rates.slab,
         tenant=instance.tenant,
         reserve_nbytes=state.activations,
+        roams=state.roams,
     )
     if plan is None:
         _say(state, name, "refused")

@@ -41,7 +41,7 @@ def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> s
         return name
     own, others = _segments(state, name), [lease.instance for lease in state.members(instance.group)]
     if len(others) < MOST_MEMBERS and all(
-        _fits(own, instance.adapter, _segments(state, other), _adapted(state, other)) for other in others
+        _fits(own, instance.adapter, _segments(state, other), state.adapted(other)) for other in others
     ):
         return instance.group
     return name
@@ -54,10 +54,6 @@ def _fits(own: set[int], adapter: bool, theirs: set[int], their_adapter: bool) -
     if adapter and their_adapter:
         return not own.isdisjoint(theirs)
     return (own >= theirs if adapter else own == theirs) or (their_adapter and own <= theirs)
-
-
-def _adapted(state: MachineState, name: str) -> bool:
-    return (instance := state.instances.get(name)) is not None and instance.adapter
 
 
 def open_ahead(state: MachineState, name: str) -> None:

@@ -31,6 +31,7 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
                 reserve_nbytes=state.activations,
                 wish_nbytes=wake.activation_nbytes if state.share else 0,
                 alone=not others,
+                roams=state.roams,
             )
             break
         except ModelTooLarge as error:

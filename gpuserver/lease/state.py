@@ -230,6 +230,16 @@ class MachineState:
         """Whether one of its leases has a turn."""
         return any(lease.state is LeaseState.RUNNING for lease in self.members(runtime))
 
+    def adapted(self, name: str) -> bool:
+        """Whether an attached instance has an adapter."""
+        return (instance := self.instances.get(name)) is not None and instance.adapter
+
+    def roams(self, segment: int) -> bool:
+        """Whether only adapters have it: a runtime is told where they are with each seat, and nothing else reads
+        them.
+        """
+        return all(self.adapted(name) for name in self.residency.sharers(segment))
+
     def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
         """Its runtime."""
         self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))

@@ -1101,10 +1101,10 @@ def test_kv_of_who_computes_has_the_room_of_an_adapter_that_does_not() -> None:
 
 
 def small_adapters(granules: int) -> tuple[Played, dict[str, int]]:
-    """Of a third of a granule each: two share one. The last of them has the turn; nobody's sequences are over."""
+    """Of half a granule each: two share one. The last of them has the turn; nobody's sequences are over."""
     played = Played(granules=granules, models="abcde", shared="abcde", adapters="bcde")
     for number, name in enumerate("bcde"):
-        played.model(name, 99, adapter=201 + number, adapter_nbytes=GRANULE * 2 // 5)
+        played.model(name, 99, adapter=201 + number, adapter_nbytes=GRANULE // 2)
     serials = {}
     for name in "abcde":
         serials[name] = played.wake(name)
@@ -1112,6 +1112,31 @@ def small_adapters(granules: int) -> tuple[Played, dict[str, int]]:
         if name != "e":
             played.do(m.Pause(serial=serials[name]))
     return played, serials
+
+
+def test_as_many_adapters_are_there_as_their_bytes_allow() -> None:
+    """Twenty of a third of a granule each, beside the base and an extent of KV, whichever of sixty are asked for."""
+    names = ["base", *map(str, range(60))]
+    played = Played(granules=9, models=names, shared=names, adapters=names[1:])
+    for number, name in enumerate(names[1:], 1):
+        played.model(name, 99, adapter=200 + number, adapter_nbytes=GRANULE * 7 // 20 // 512 * 512)
+    serials = {"base": played.wake("base")}
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.do(m.Pause(serial=serials["base"]))
+    for name in names[1:]:
+        serials[name] = played.wake(name)
+        played.do(m.Pause(serial=serials[name]))
+    for name in [*names[1::3], *names[2::3], *names[3::3]]:
+        played.do(m.Turn(serial=serials[name]))
+        assert played.lease(name).state is LeaseState.RUNNING
+        played.do(m.Pause(serial=serials[name]))
+        states = [lease.state for lease in played.machine.leases.values()]
+        assert (states.count(LeaseState.AWAY), states.count(LeaseState.PAUSED)) == (40, 21)
+    assert len(played.kv["g"]) == 1
+    told = {each.serial: each.storages[-1].offset for each in played.told["g"] if isinstance(each, m.SeatGiven)}
+    seated = [name for name in names[1:] if played.lease(name).state is LeaseState.PAUSED]
+    pool = played.machine.residency.pool
+    assert [told[serials[name]] for name in seated] == [pool.offset(200 + int(name) + 1) for name in seated]
 
 
 def states_of(played: Played) -> dict[str, str]:

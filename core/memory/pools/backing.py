@@ -1,4 +1,4 @@
-"""Decides which physical granules are mapped where, in a pool whose segments keep their address for life.
+"""Decides which physical granules are mapped where, in a pool whose segments do not move.
 
 Addresses are divided into windows of a large granule's size and these into tiles of a small one's. A tile is mapped
 while a resident segment touches it. A window that is wanted whole gets a large granule, one that is wanted in part
