@@ -29,6 +29,4 @@ def place(
     roaming: Container[int] = (),
 ) -> PoolChange:
     known = Costs(cost, pool)
-    return pool.place(
-        needs, cost=known, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant, roaming=roaming
-    )
+    return pool.place(needs, cost=known, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant, roaming=roaming)
