@@ -181,6 +181,13 @@ class RecordSection(_Section, frozen=True, kw_only=True):
     limit: str = "256MiB"  # after which nothing more is recorded
 
 
+class TracingSection(_Section, frozen=True, kw_only=True):
+    """``[tracing]``: requests as spans of OpenTelemetry."""
+
+    endpoint: str = ""  # of a collector that takes OTLP over HTTP, e.g. "http://127.0.0.1:4318"; "": none are exported
+    share: float = 1.0  # of the requests that are no part of a trace, how many begin one
+
+
 class JobsSection(_Section, frozen=True, kw_only=True):
     """``[jobs]``: requests that nobody waits for, and those that have an Idempotency-Key."""
 
@@ -224,6 +231,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
     jobs: JobsSection = JobsSection()
+    tracing: TracingSection = TracingSection()
     tenants: dict[str, TenantSection] = {}
     start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py

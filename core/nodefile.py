@@ -50,6 +50,7 @@ _NUMBERS: Final = {
     "jobs.keep_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
     "jobs.wait_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
     "jobs.tenant_jobs": (1, 1_000_000, "a number from 1 to 1000000"),
+    "tracing.share": (0, 1, "a number from 0 to 1"),
     "node.port": (0, 65535, "a number from 0 to 65535"),
 }
 
@@ -126,6 +127,8 @@ def _slips(config: NodeConfig) -> Iterator[str]:
     for label, (low, high, wanted) in _NUMBERS.items():
         if not low <= (value := attrgetter(label)(config)) <= high:
             yield f"{label} is {value}; write {wanted}"
+    if (endpoint := config.tracing.endpoint) and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", endpoint):
+        yield f"tracing.endpoint is {endpoint!r}; write http:// or https://, a host and a port"
     for entry in gpu.operators:
         if not re.fullmatch(r"[A-Za-z_]\w*(:[A-Za-z_][\w.]*)?", entry):
             yield (

@@ -27,7 +27,7 @@ RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711, "root": 0o700}
 
 RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
 
-_ROLE: Final = r"(supervisor|router|controller|store|metrics|gpu[0-9]+)"
+_ROLE: Final = r"(supervisor|router|controller|store|metrics|traces|gpu[0-9]+)"
 _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(

@@ -56,6 +56,8 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
     if node.get("draining"):
         left = f"; {count} run still" if (count := node.get("requests_open")) else ""
         yield f"drained: no new requests are taken until `dormouse drain --undo`{left}"
+    if why := node.get("tracing", {}).get("trouble"):
+        yield f"traces are not taken by {node['tracing']['endpoint']}: {why}"
     if node["missing"]:
         yield f"not ready: waits for {', '.join(node['missing'])}"
     for number, gpu in value["gpus"].items():

@@ -52,6 +52,7 @@ from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.jobs.jobshttp import JobsHttp
 from dormouse.router.shell import Shell
+from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
 
@@ -80,6 +81,8 @@ class Router(Actor):
         self._jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell)
+        self.traces = Outbox(self, config.tracing)
+        self.requests.export, self.requests.trace_share = self.traces.add, self.traces.share
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
@@ -110,6 +113,7 @@ class Router(Actor):
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()
+        self.traces.open()
         self._watch = Sampler(self, admin.status, gate.admits)
         administer = partial(adminhttp.route, admin, self.scrapes, self._watch, PageFiles())
         application = Application(self, gate, administer, JobsHttp(self._jobs))
@@ -132,6 +136,7 @@ class Router(Actor):
         self._zygote.close()
         self.instances.close_all()
         self.scrapes.close()
+        self.traces.close()
         self.requests.counts.flush()
         if self._controller is not None:
             self._controller.close()
@@ -177,6 +182,7 @@ class Router(Actor):
         self.instances.peers_changed(self.peers)
         self._zygote.connect(self.peers.get("zygote", 0))
         self.scrapes.peers_changed(self.peers)
+        self.traces.peers_changed(self.peers)
         self._forking_changed()
         if self._watch is not None:
             self._watch.processes(self.peers, overview.gone(self))
@@ -246,7 +252,8 @@ class Router(Actor):
                     nbytes=nbytes,
                     route=route,
                     id=labels.id,
-                    trace=labels.trace,
+                    trace=labels.trace.parent,
+                    tracestate=labels.trace.state,
                     kind=said.kind,
                     accept=said.accept,
                 )

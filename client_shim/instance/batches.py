@@ -145,7 +145,10 @@ class Batches:
 
     def _called(self, good: list[tuple[m.Run, Any]]) -> list[Outcome]:
         alone = good[0][0] if len(good) == 1 else None
-        context.begin(*(("", "") if alone is None else (alone.id, alone.trace)))
+        if alone is None:
+            context.end()
+        else:
+            context.begin(alone)
         failed: FailedRequest | None = None
         try:
             return self._results(good)

@@ -142,7 +142,7 @@ class Concurrent:
             run = self._waiting.popleft()
             own = copy_context()
             own.run(_OWNER.set, run.request)
-            own.run(context.begin, run.id, run.trace)
+            own.run(context.begin, run)
             task = self._loop.create_task(self._request(run), context=own)
             task.add_done_callback(partial(self._ended, run), context=own)
             self._open[run.request] = task

@@ -7,14 +7,17 @@ import logging
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
+from dormouse.schemas.messages import Run
+
 
 class CurrentRequest(NamedTuple):
-    """``id`` is the answer's X-Request-Id. ``traceparent``, as W3C's Trace Context has it, is for what the function
-    asks of others; "" if the request has none. Both are "" outside a request.
+    """``id`` is the answer's X-Request-Id. ``traceparent`` and ``tracestate``, as W3C's Trace Context has them, are for
+    what the function asks of others; "" if the request has none. All are "" outside a request.
     """
 
     id: str = ""
     traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def trace(self) -> str:
@@ -30,8 +33,12 @@ OUTSIDE: Final = CurrentRequest()
 _CURRENT: Final[ContextVar[CurrentRequest]] = ContextVar("dormouse_request", default=OUTSIDE)
 
 
-def begin(request_id: str, traceparent: str) -> None:
-    _CURRENT.set(CurrentRequest(request_id, traceparent))
+def begin(run: Run) -> None:
+    _CURRENT.set(CurrentRequest(run.id, run.trace, run.tracestate))
+
+
+def end() -> None:
+    _CURRENT.set(OUTSIDE)
 
 
 def current() -> CurrentRequest:

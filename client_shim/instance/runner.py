@@ -247,7 +247,7 @@ class Runner:
         failed: tuple[str, str, str] | None = None
         try:
             assert run.lease is not None
-            context.begin(run.id, run.trace)
+            context.begin(run)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = self.hints.value_of(body, run.kind)

@@ -23,6 +23,7 @@ MODULES: Final = {
     "store": "dormouse.gpuserver.store",
     "router": "dormouse.router.main",
     "metrics": "dormouse.router.metrics.main",
+    "traces": "dormouse.router.traces.main",
     "zygote": "dormouse.core.sandbox.zygote",
     "gpu": "dormouse.gpuserver.executor.main",
 }

@@ -51,8 +51,8 @@ STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 END_S: Final = 10.0  # for a zygote to end its instances: milliseconds, but for a machine with much else to do
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
-ALONE: Final = ("gpu", "zygote", "metrics")
-ON_DEMAND: Final = ("metrics",)
+ALONE: Final = ("gpu", "zygote", "metrics", "traces")
+ON_DEMAND: Final = ("metrics", "traces")
 """Started when they are first wanted."""
 
 

@@ -16,7 +16,7 @@ _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipa
 
 
 _EXPOSED: Final = b"x-request-id, server-timing, retry-after, location, preference-applied, idempotency-replayed"
-_ALLOWED: Final = b"authorization, content-type, x-request-id, traceparent, prefer, idempotency-key"
+_ALLOWED: Final = b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key"
 """Headers of answers that a page of ``[node] cors`` may read, and of requests that it may send."""
 
 Pairs = tuple[tuple[bytes, bytes], ...]

@@ -12,6 +12,7 @@ from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
+from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas.messages import FunctionSpec
 
 NAMES: Final = 20
@@ -40,6 +41,8 @@ class Node(Protocol):
     def seen(self) -> set[str]: ...
     @property
     def watchers(self) -> int: ...
+    @property
+    def traces(self) -> Outbox: ...
 
 
 NOTHING: Final = FunctionStats()
@@ -124,6 +127,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "missing": node.policy.missing(),
             "draining": node.requests.drain.on,
             "watchers": node.watchers,
+            "tracing": node.traces.told(),
         },
         "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},
         "gpus": controller.get("gpus", {}),

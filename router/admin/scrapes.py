@@ -20,6 +20,7 @@ from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats, TokenStats
+from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -47,6 +48,7 @@ class Node(Protocol):
     down: dict[str, str]
     supervisor: Any
     requests: Requests
+    traces: Outbox
 
     @property
     def picture(self) -> RouterState: ...
@@ -126,7 +128,16 @@ class Scrapes:
         ]
         up, down = self._node.peers, [*(self.seen | {*self._node.down}) - {*self._node.peers}]
         self._link.send(
-            m.Scrape(query=query, functions=functions, measures=measures, whole=whole, up=up, down=down, gzip=gzip)
+            m.Scrape(
+                query=query,
+                functions=functions,
+                measures=measures,
+                whole=whole,
+                up=up,
+                down=down,
+                gzip=gzip,
+                spans=self._node.traces.spans,
+            )
         )
 
     # --- what others say

@@ -68,6 +68,10 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
+    def fields(self, name: bytes) -> Iterator[bytes]:
+        """All of a header that may be there more than once."""
+        return (value for key, value in self.scope["headers"] if key == name)
+
     async def receive_body(self, limit_nbytes: int, bodies: Bodies) -> Body:
         """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
         or has no room, and ClientLeft.

@@ -36,7 +36,7 @@ from dormouse.router.front.exchange import (
     too_large,
 )
 from dormouse.router.front.requests import Answered, Labels, Requests
-from dormouse.router.front.stats import until_first_token
+from dormouse.router.front.stats import parts
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.schemas import messages as m
 
@@ -197,7 +197,8 @@ class Application:
         if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        labels = Labels(x.request_id.decode(), tracing.continued(x.header(b"traceparent")))
+        trace = tracing.traced(x.header(b"traceparent"), x.fields(b"tracestate"), requests.trace_share)
+        labels = Labels(x.request_id.decode(), trace)
         if wish is not None:
             await self._jobs.take(x, wish, name, body, route, labels)
             return
@@ -277,11 +278,7 @@ def server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
     """Of a language model's answer, what its first token took, and all after that. Then what is no part of the sum:
     until the model had come, which is a part of the run, and where it was.
     """
-    parts = {"queue": timing.queue_s, "wait": timing.wait_s, "run": timing.run_s}
-    if timing.first is not None:
-        parts = until_first_token(timing, timing.first)
-        parts["rest"] = max(0.0, timing.queue_s + timing.wait_s + timing.run_s - sum(parts.values()))
-    said = [f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts.items()]
+    said = [f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts(timing).items()]
     if timing.copy_s is not None:
         said.append(f"copy;dur={timing.copy_s * 1000:.3f}")
     if timing.source:

@@ -17,13 +17,15 @@ from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import RouterState
-from dormouse.router.front import tracing
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.recent import Past
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
+from dormouse.router.front.traced import traced
+from dormouse.router.front.tracing import NO_TRACE, Trace
+from dormouse.schemas import messages as m
 
 CATALOGUE_S: Final = 20.0
 """A request that finds the router just started waits so long for the catalogue: those that came while the router before
@@ -36,12 +38,12 @@ Answered = asyncio.Future[AnswerStream | tuple[Outcome, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """By what others know a request: its X-Request-Id, and its traceparent (tracing.py) or "". ``again``: what is
+    """By what others know a request: its X-Request-Id and its trace (tracing.py). ``again``: what is
     turned away is tried again, and nobody hears of it; of a job.
     """
 
     id: str = ""
-    trace: str = ""
+    trace: Trace = NO_TRACE
     again: bool = False
 
 
@@ -91,6 +93,8 @@ class Requests:
         self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
+        self.export: Callable[[m.TracedRequest], None] | None = None  # is told what is over, of traces
+        self.trace_share: float | None = None  # of requests without a trace, how many begin one; None: no export
         self.catalogue_known = asyncio.Event()
         self._picture = picture
         self._dispatch = dispatch
@@ -183,8 +187,10 @@ class Requests:
                     stats.tokens.in_time.append(0.0)
             case e.Drop():
                 stats.failed(code)
-        labels = request.labels
-        stats.last.add(Past(time.time(), labels.id, tracing.trace_of(labels.trace), code, timing, late))
+        labels, now_ns = request.labels, time.time_ns()
+        stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late))
+        if self.export is not None and labels.trace.above:
+            self.export(traced(labels.trace, labels.id, request.function, stats.tenant, outcome, code, now_ns))
 
     def stop(self) -> None:
         """The router ends: all are told so."""

@@ -35,6 +35,15 @@ def until_first_token(timing: Timing, first: m.AnswerBegun) -> dict[str, float]:
     return spent_s | {"queue": timing.queue_s + timing.wait_s + spent_s["queue"]}
 
 
+def parts(timing: Timing) -> dict[str, float]:
+    """Of a request, seconds by part, one after the other: as Server-Timing has them."""
+    if timing.first is None:
+        return {"queue": timing.queue_s, "wait": timing.wait_s, "run": timing.run_s}
+    spent_s = until_first_token(timing, timing.first)
+    spent_s["rest"] = max(0.0, timing.queue_s + timing.wait_s + timing.run_s - sum(spent_s.values()))
+    return spent_s
+
+
 STAGES: Final = ("queue", "wait", "run")
 """Of a request: in its function's queue, waiting for a GPU, in the instance."""
 

@@ -26,6 +26,7 @@ from dormouse.router.front.exchange import JSON, HttpError, error_answer, foreig
 from dormouse.router.front.http import server_timing
 from dormouse.router.front.requests import Labels, Requests, not_run
 from dormouse.router.front.streams import AnswerStream
+from dormouse.router.front.tracing import Trace
 from dormouse.router.jobs.book import Job, JobBook, JobLimits, JobState
 from dormouse.router.jobs.file import JobFile, JobRow, NotKept, Result
 from dormouse.schemas.messages import Failure
@@ -202,7 +203,7 @@ class Jobs:
         self.book.add(job)
         row = JobRow(
             job.id, self._number, job.function, tenant, job.route, scope, digest, job.patient, False, asked.labels.id,
-            asked.labels.trace, body.kind, body.accept, job.created, False, None, 0, "", "", "",
+            str(asked.labels.trace), body.kind, body.accept, job.created, False, None, 0, "", "", "",
         )  # fmt: skip
         try:
             await self._do(self._known_file.add, row, data, [old.id for old in forgotten])
@@ -337,7 +338,7 @@ class Jobs:
         if job.cancelled or self._stopping:
             body.close()
             return _failed(_cancelled(), given.label)
-        labels = Labels(given.label, given.trace, again=job.patient)
+        labels = Labels(given.label, Trace.read(given.trace), again=job.patient)
         number, future = requests.submit(job.function, body, job.route, labels)
         job.request = number
         answer = await future

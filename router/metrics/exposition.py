@@ -192,4 +192,8 @@ def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
         up.add_metric([role], 0)
     answered = _gauge("controller_answered", "0: this text lacks what the controller counts; it was too slow")
     answered.add_metric([], controller)
-    yield from (up, starts, answered)
+    text = "Spans of OpenTelemetry: exported, failed (the endpoint has not taken them), dropped"
+    spans = _counter("spans", text, "outcome")
+    for outcome, count in scrape.spans.items():
+        spans.add_metric([outcome], count)
+    yield from (up, starts, answered, spans)

@@ -16,4 +16,5 @@ from dormouse.schemas.messages.runtime import *  # noqa: F403
 from dormouse.schemas.messages.shared import *  # noqa: F403
 from dormouse.schemas.messages.store import *  # noqa: F403
 from dormouse.schemas.messages.supervisor import *  # noqa: F403
+from dormouse.schemas.messages.traces import *  # noqa: F403
 from dormouse.schemas.messages.zygote import *  # noqa: F403

@@ -23,7 +23,7 @@ class Run(Message, frozen=True, kw_only=True, tag=1):
     """Run ``handle`` on a request: ``body`` if it is small, else ``nbytes`` of the request area. ``kind`` is its
     content type, "" for JSON; ``accept`` what the client would like to have, "" if it does not say. A language model
     has no lease and always a body; ``route`` says which of OpenAI's routes it came by. ``id`` is its X-Request-Id,
-    ``trace`` its traceparent, if it has one.
+    ``trace`` its traceparent, if it has one, and ``tracestate`` what goes with that.
     """
 
     request: int
@@ -35,6 +35,7 @@ class Run(Message, frozen=True, kw_only=True, tag=1):
     trace: str = ""
     kind: str = ""
     accept: str = ""
+    tracestate: str = ""
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):

@@ -96,7 +96,8 @@ class NodeMeasures(Message, frozen=True, kw_only=True):
 class Scrape(Message, frozen=True, kw_only=True, tag=1):
     """Router to metrics: write all this down. ``measures``: an encoded NodeMeasures, or nothing if the controller has
     not said it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and
-    ``down``: the node's processes. ``gzip``: the answer may be packed so.
+    ``down``: the node's processes. ``gzip``: the answer may be packed so. ``spans``: what has become of those
+    that the node exports.
     """
 
     query: int
@@ -106,6 +107,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     up: dict[str, int]
     down: list[str]
     gzip: bool
+    spans: dict[str, int] = {}
 
 
 class Exposition(Message, frozen=True, kw_only=True, tag=1):

@@ -379,7 +379,7 @@ def test_a_browsers_question_before_a_request(tmp_path: Path) -> None:
         b"access-control-allow-origin": b"https://app.example",
         b"access-control-allow-methods": b"POST",
         b"access-control-allow-headers": (
-            b"authorization, content-type, x-request-id, traceparent, prefer, idempotency-key"
+            b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key"
         ),
         b"access-control-max-age": b"600",
         b"access-control-expose-headers": b"",

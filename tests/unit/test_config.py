@@ -110,7 +110,7 @@ def test_files_for_models() -> None:
     ("text", "line", "says"),
     [
         ('[node]\nname = "x"\ncolour = "red"\n', 3, "colour"),
-        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tenants, schedule"),
+        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tracing, tenants, schedule"),
         ('[node]\nport = "high"\n', 2, "port"),
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),
@@ -128,6 +128,9 @@ def test_files_for_models() -> None:
         ("[jobs]\nkeep_ms = 0\n", 2, "jobs.keep_ms is 0; write a number from 1 to"),
         ('[jobs]\nstore = "much"\n', 2, "jobs.store"),
         ('[limits]\ndisk = "much"\n', 2, "limits.disk"),
+        ('[tracing]\nendpoint = "collector:4318"\n', 2, "tracing.endpoint is 'collector:4318'; write http:// or"),
+        ('[tracing]\nendpoint = "http://me:secret@h"\n', 2, "tracing.endpoint"),
+        ("[tracing]\nshare = 2.0\n", 2, "tracing.share is 2.0; write a number from 0 to 1"),
         ("[gpu]\ncount = -1\n", 2, "0 to 64"),
         ('[limits]\nbody = ""\n', 2, "limits.body"),
         ('[gpu]\n[schedule]\norder = "lifo"\n', 3, "schedule.order is 'lifo'; write one of fifo, edf"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from dormouse.core.config import TracingSection
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.router.access.access import Caller
@@ -16,6 +17,7 @@ from dormouse.router.admin import scrapes
 from dormouse.router.admin.scrapes import MOST, ROLE, Scrapes
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
+from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
 
 OPERATOR = Caller("key op", None, "", frozenset({"metrics"}))
@@ -36,6 +38,7 @@ class World:
         self.picture = RouterState(4, 64, "1-")
         self.supervisor = self
         self.requests: Any = SimpleNamespace(stats={}, knows_catalogue=self._known)
+        self.traces = Outbox(self, TracingSection())
         self.wanted: list[m.WantRole] = []
         self.heard: list[m.Scrape] = []
         self._news = asyncio.Event()

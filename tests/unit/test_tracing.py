@@ -9,20 +9,63 @@ from router_rig import lease, loaded, one, spec
 from dormouse.client_shim.instance import context
 from dormouse.router.decisions import events as e
 from dormouse.router.front.http import server_timing
-from dormouse.router.front.tracing import continued, trace_of
+from dormouse.router.front.tracing import NO_TRACE, Trace, traced
 from dormouse.schemas import messages as m
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 GIVEN = f"00-{TRACE}-00f067aa0ba902b7-01".encode()
 
 
-def test_a_trace_goes_on_with_a_part_of_its_own() -> None:
-    first, second = continued(GIVEN), continued(GIVEN)
-    assert re.fullmatch(f"00-{TRACE}-[0-9a-f]{{16}}-01", first)
-    assert first != second
-    assert "00f067aa0ba902b7" not in first
-    assert trace_of(first) == TRACE
-    assert continued(b"cc" + GIVEN[2:-2] + b"fe-what-comes-later")[-3:] == "-00", "of a later version, what is known"
+ABOVE = "00f067aa0ba902b7"
+
+
+def test_a_trace_goes_on_with_a_part_of_its_own_where_that_is_exported() -> None:
+    first, second = traced(GIVEN, (), 0.0), traced(GIVEN, (), 0.0)
+    assert re.fullmatch(f"00-{TRACE}-[0-9a-f]{{16}}-01", first.parent)
+    assert first.parent != second.parent
+    assert ABOVE not in first.parent
+    assert (first.number, first.above) == (TRACE, ABOVE)
+
+
+def test_who_exports_nothing_hands_on_what_the_client_has_said() -> None:
+    assert traced(GIVEN, [b"a=1"], None) == Trace(GIVEN.decode(), "a=1")
+    unsampled = GIVEN[:-1] + b"0"
+    assert traced(unsampled, [b"a=1"], 1.0) == Trace(unsampled.decode(), "a=1"), "the client does not want it"
+    later = b"cc" + GIVEN[2:-2] + b"fe-what-comes-later"
+    assert traced(later, (), None).parent == f"00-{TRACE}-{ABOVE}-00", "of a later version, what is known"
+
+
+def test_a_share_of_the_requests_without_a_trace_begins_one() -> None:
+    always, never = traced(None, [b"a=1"], 1.0), traced(b"broken", (), 0.0)
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", always.parent)
+    assert (always.above, always.state) == ("0" * 16, "")
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", never.parent)
+    assert never.above == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([b"rojo=00f067aa0ba902b7,congo=t61rcWkgMzE"], "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE"),
+        ([b" a=1 ,\t,b=2 3", b"t@v=4"], "a=1,b=2 3,t@v=4"),
+        ([], ""),
+        ([b"a=1,a=2"], ""),
+        ([b"A=1"], ""),
+        ([b"a=1=2"], ""),
+        ([b"a=\xff"], ""),
+        ([b"a"], ""),
+        ([b",".join(b"k%d=1" % number for number in range(33))], ""),
+        ([b"a=" + b"x" * 200 + b",b=" + b"y" * 200 + b",c=" + b"z" * 200], f"a={'x' * 200},b={'y' * 200}"),
+    ],
+)
+def test_a_tracestate_goes_with_it_if_it_is_well_formed(given: list[bytes], kept: str) -> None:
+    assert traced(GIVEN, given, None).state == kept
+
+
+@pytest.mark.parametrize("trace", [NO_TRACE, traced(GIVEN, [b"a=1 2,b=3"], 1.0), traced(GIVEN, [b"a=1"], None)])
+def test_a_job_keeps_it(trace: Trace) -> None:
+    assert Trace.read(str(trace)) == trace
+    assert Trace.read(GIVEN.decode()) == Trace(GIVEN.decode()), "kept by an earlier version"
 
 
 @pytest.mark.parametrize(
@@ -41,23 +84,27 @@ def test_a_trace_goes_on_with_a_part_of_its_own() -> None:
     ],
 )
 def test_what_is_no_trace_is_none(given: bytes | None) -> None:
-    assert continued(given) == ""
-    assert trace_of("") == ""
+    assert traced(given, [b"a=1"], None) == NO_TRACE
+    assert NO_TRACE.number == ""
 
 
 def test_records_of_a_log_say_whose_they_are() -> None:
     before = logging.getLogRecordFactory()
     try:
         context.label_log_records()
-        context.begin("r1-7", f"00-{TRACE}-00f067aa0ba902b7-01")
+        context.begin(
+            m.Run(request=1, lease=None, body=b"", nbytes=0, id="r1-7", trace=GIVEN.decode(), tracestate="a=1")
+        )
         record = logging.getLogger("a").makeRecord("a", logging.INFO, "f", 1, "said", (), None)
         assert (record.__dict__["request_id"], record.__dict__["trace_id"]) == ("r1-7", TRACE)
         assert str(context.current()) == f"request r1-7 of trace {TRACE}"
-        context.begin("r1-8", "")
+        assert context.current().tracestate == "a=1"
+        context.begin(m.Run(request=1, lease=None, body=b"", nbytes=0, id="r1-8"))
         assert str(context.current()) == "request r1-8"
     finally:
         logging.setLogRecordFactory(before)
-        context.begin("", "")
+        context.end()
+    assert context.current() == context.OUTSIDE
 
 
 def _answered(*said: m.ControllerToRouter) -> str:

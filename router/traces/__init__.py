@@ -1,0 +1,1 @@
+"""The process that exports traces, by OpenTelemetry's SDK, and what the router has for it."""
