@@ -54,9 +54,11 @@ class _Counting(SpanExporter):
         self._trouble.text = ""
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
-            self.exported, self.why = self.exported + len(spans), ""
+            self.why = ""  # before the count, by which others know that there is news
+            self.exported += len(spans)
         else:
-            self.failed, self.why = self.failed + len(spans), self._trouble.text or "the endpoint does not take them"
+            self.why = self._trouble.text or "the endpoint does not take them"
+            self.failed += len(spans)
         return result
 
     def shutdown(self) -> None:

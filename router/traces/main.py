@@ -39,11 +39,11 @@ class Traces(Actor):
             self._timer = self.loop.call_later(TELL_S, self._tell)
 
     def _tell(self) -> None:
-        said = self._exporting.said
+        busy, said = self._exporting.busy, self._exporting.said  # in this order: what is done is told
         if said != self._told:
             self._told = said
             self._router.send(said)
-        self._timer = self.loop.call_later(TELL_S, self._tell) if self._exporting.busy else None
+        self._timer = self.loop.call_later(TELL_S, self._tell) if busy else None
 
     async def stop(self) -> None:
         if self._timer is not None:
