@@ -15,7 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dormouse.client_shim.instance import answer_bodies, context, report
-from dormouse.client_shim.instance.codec import BadResponse
+from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.client_shim.instance.hints import AskedRequest
 from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -132,18 +133,18 @@ class Batches:
 
     def _outcomes(self, runs: list[m.Run]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
-        good: list[tuple[m.Run, Any]] = []
+        good: list[tuple[m.Run, AskedRequest]] = []
         for run in runs:
             assert run.body is not None, "requests of many come in messages"
             try:
-                good.append((run, self._runner.hints.value_of(run.body, run.kind)))
+                good.append((run, self._runner.hints.asked(run.body, run.kind, run.accept)))
             except BaseException as error:  # code of the types runs here, too
                 found[run.request] = self._failed(error)
         if good:
             found |= zip((run.request for run, _ in good), self._called(good), strict=True)
         return [found[run.request] for run in runs]
 
-    def _called(self, good: list[tuple[m.Run, Any]]) -> list[Outcome]:
+    def _called(self, good: list[tuple[m.Run, AskedRequest]]) -> list[Outcome]:
         alone = good[0][0] if len(good) == 1 else None
         if alone is None:
             context.end()
@@ -158,23 +159,23 @@ class Batches:
             return [failed] * len(good)
         return [self._called([each])[0] for each in good]
 
-    def _results(self, good: list[tuple[m.Run, Any]]) -> list[Outcome]:
+    def _results(self, good: list[tuple[m.Run, AskedRequest]]) -> list[Outcome]:
         handle = self._runner.function.handle_batch
         assert handle is not None, "it was loaded with one"
-        results = self._runner.call(handle, self._runner.state, [value for _, value in good])
+        results = self._runner.call(handle, self._runner.state, [asked.value for _, asked in good])
         if not isinstance(results, list | tuple) or len(results) != len(good):
             what = f"{len(results)} results" if isinstance(results, list | tuple) else type(results).__name__
             text = f"handle_batch() returned {what} for {len(good)} requests: return a list of one result for each"
             raise BadResponse(text)
-        return [self._outcome(run, result) for (run, _), result in zip(good, results, strict=True)]
+        return [self._outcome(asked, result) for (_, asked), result in zip(good, results, strict=True)]
 
-    def _outcome(self, run: m.Run, result: Any) -> Outcome:
+    def _outcome(self, asked: AskedRequest, result: Any) -> Outcome:
         if isinstance(result, BaseException):
             return self._failed(result)
         try:
-            data, kind = answer_bodies.encode(result, run.accept, answer_bodies.MESSAGE_NBYTES)
+            data, kind = asked.answer(result, answer_bodies.MESSAGE_NBYTES)
             return bytes(data), kind
-        except BadResponse as error:
+        except (BadRequest, BadResponse) as error:
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> FailedRequest:

@@ -254,13 +254,13 @@ class Concurrent:
 
     async def _answer(self, run: m.Run) -> tuple[bytes, str]:
         assert run.body is not None, "requests of many come in messages"
-        request = self._runner.hints.value_of(run.body, run.kind)
+        request, answer = self._runner.hints.asked(run.body, run.kind, run.accept)
         result = self._runner.function.handle(self._runner.state, request)
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, AsyncIterator | Iterator):
             raise BadResponse("handle() returned an iterator: deploy without --concurrency to answer in parts")
-        data, kind = answer_bodies.encode(result, run.accept, answer_bodies.MESSAGE_NBYTES)
+        data, kind = answer(result, answer_bodies.MESSAGE_NBYTES)
         return bytes(data), kind
 
     async def _end_tasks(self, number: int) -> None:

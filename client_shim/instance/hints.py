@@ -7,24 +7,37 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
-from dormouse.client_shim.instance import codec, request_bodies
+from dormouse.client_shim.instance import answer_bodies, codec, request_bodies, signatures
 from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance.inference import Inference
 from dormouse.client_shim.instance.request_bodies import RequestFile
+from dormouse.client_shim.instance.signatures import Signature
 from dormouse.schemas import messages as m
+from dormouse.schemas.open_inference import InferenceKind
 
 _PATH: Final = re.compile(r" - at `(.{1,200})`$", re.DOTALL)
+
+
+class AskedRequest(NamedTuple):
+    """What ``handle`` is given of a request, and what makes a body and its content type of the result, of at most so
+    many bytes.
+    """
+
+    value: Any
+    answer: Callable[[Any, int], tuple[bytes | memoryview, str]]
 
 
 class Hints:
     """Of one function. ``warning`` is for who deploys it; ``schema`` is JSON, b"" if nothing is known."""
 
-    def __init__(self, handle: Callable[..., Any], each: bool = False) -> None:
-        """``each``: it takes and returns lists of them."""
+    def __init__(self, handle: Callable[..., Any], each: bool = False, signature: Signature | None = None) -> None:
+        """``each``: it takes and returns lists of them. ``signature``: what its file says of its tensors."""
         self.schema, self.warning = b"", ""
         self._request: Any = None
         self._decoder: msgspec.json.Decoder[Any] | None = None
@@ -45,6 +58,9 @@ class Hints:
             said.pop("response", None)
         if text := inspect.getdoc(handle):
             said["description"] = text[:2000]
+        self._signature = signature or signatures.hinted(self._request or Any, found.get("return", Any))
+        if self._signature != Signature():
+            said["tensors"] = self._signature.told()
         try:
             data = msgspec.json.encode(said) if said else b""
         except UnicodeEncodeError as error:  # of a default, or of the docstring
@@ -78,6 +94,21 @@ class Hints:
             f"the type of {name!r} cannot be checked ({why}): handle() is given any request; use what msgspec can "
             "take, such as a msgspec.Struct, a dataclass or a TypedDict, or no type"
         )
+
+    def asked(self, body: bytes | memoryview, kind: str, accept: str) -> AskedRequest:
+        """Raises BadRequest."""
+        if (inference := InferenceKind.of(kind)) is None:
+            value = self.value_of(body, kind)
+            return AskedRequest(value, lambda result, most_nbytes: answer_bodies.encode(result, accept, most_nbytes))
+        asked = Inference(body, inference, self._signature)
+        tensors: Any = asked.tensors
+        if self._decoder is not None:
+            try:
+                plain = signatures.values(tensors, self._request)
+                tensors = msgspec.convert(plain, self._request, strict=False, dec_hook=_converted)
+            except msgspec.ValidationError as error:
+                raise _refused(error) from error
+        return AskedRequest(tensors, asked.answer)
 
     def value_of(self, body: bytes | memoryview, kind: str) -> Any:
         """As ``handle`` is given it, checked. Raises BadRequest."""
@@ -130,14 +161,27 @@ def _plain(value: Any) -> Any:
 
 def _converted(kind: type, value: Any) -> Any:
     """What msgspec does not know itself: arrays. Raises ValueError, which becomes a ValidationError."""
-    if kind is not np.ndarray:
+    wanted = signatures.array_hint(kind)
+    if wanted is None:
         raise NotImplementedError(f"a value of type {kind.__qualname__}")
-    if isinstance(value, np.ndarray):
+    if isinstance(value, torch.Tensor):
+        if wanted.kind is not torch.Tensor:
+            raise ValueError("Expected an array, got numbers of BF16, which only a torch.Tensor holds")
         return value
-    array = np.asarray(value)
-    if array.dtype.kind not in "biuf":
-        raise ValueError("Expected an array of numbers")
-    return array
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        if array.dtype.kind not in "biuf":
+            raise ValueError("Expected an array of numbers")
+        array = array if wanted.dtype is None else array.astype(wanted.dtype)
+    if wanted.dtype is not None and array.dtype != wanted.dtype:
+        raise ValueError(f"Expected an array of {wanted.dtype}, got {array.dtype}")
+    if wanted.shape is not None and array.ndim != len(wanted.shape):
+        raise ValueError(f"Expected an array of {len(wanted.shape)} dimensions, got {array.ndim}")
+    if wanted.kind is not torch.Tensor:
+        return array
+    if array.dtype == object:
+        raise ValueError("Expected a tensor of numbers")
+    return torch.from_numpy(np.array(array) if not array.flags.writeable else array)
 
 
 def _schema(hint: Any) -> dict[str, Any]:
@@ -146,6 +190,6 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def _hooked(kind: type) -> dict[str, Any]:
-    if kind is np.ndarray:
+    if signatures.array_hint(kind) is not None:
         return {"type": "array", "description": "numbers, in lists of lists; or a body of type application/x-npy"}
     raise TypeError(f"{kind.__module__}.{kind.__qualname__} is nothing that JSON has")

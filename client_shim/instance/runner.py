@@ -20,12 +20,14 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
-from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance import context, report, signatures
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
 from dormouse.client_shim.instance.hints import Hints
+from dormouse.client_shim.instance.signatures import Signature
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
@@ -33,6 +35,7 @@ from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.open_inference import InferenceKind
 
 INLINE_NBYTES: Final = 64 << 10
 """A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
@@ -57,6 +60,7 @@ class UserFunction:
     handle: Callable[[Any, Any], Any]
     unload: Callable[[Any], Any] | None = None
     handle_batch: Callable[[Any, list[Any]], Any] | None = None
+    signature: Signature | None = None
 
 
 def import_function(source: bytes, origin: str) -> UserFunction:
@@ -92,11 +96,17 @@ def import_function(source: bytes, origin: str) -> UserFunction:
             what = "has no" if found[part] is None else "has something that cannot be called as"
             raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
     batch = found["handle_batch"]
+    said = getattr(module, "signature", None)
+    try:
+        signature = signatures.written(said) if isinstance(said, dict) else None  # inspect has one that is a function
+    except ValueError as error:
+        raise LoadFailure("bad_signature", f"{origin}: {error}") from None
     return UserFunction(
         load=found["load"] or _nothing,
         handle=found["handle"] or partial(_one, batch),
         unload=found["unload"],
         handle_batch=batch,
+        signature=signature,
     )
 
 
@@ -181,7 +191,7 @@ class Runner:
         """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
         try:
             function = self._handler.call(make)
-            self.hints = self._handler.call(Hints, *_hinted(function))
+            self.hints = self._handler.call(Hints, *_hinted(function), function.signature)
             self.state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
@@ -243,29 +253,28 @@ class Runner:
     def _answer(self, run: m.Run) -> m.Returned | m.Raised:
         """One request, its write-back included."""
         stream = self.stream
-        request = result = parts = answer = None
+        request = encode = result = parts = answer = None
         failed: tuple[str, str, str] | None = None
         try:
             assert run.lease is not None
             context.begin(run)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
-            request = self.hints.value_of(body, run.kind)
+            request, encode = self.hints.asked(body, run.kind, run.accept)
             result = self._handler.call(self.function.handle, self.state, request)
             parts = self._handler.parts(result)
-            limit_nbytes = len(self._response_area)
-            answer, kind = (
-                self._send_parts(run, parts) if parts else answer_bodies.encode(result, run.accept, limit_nbytes)
-            )
+            if parts and InferenceKind.of(run.kind) is not None:
+                raise BadResponse("handle() answers in parts, which /v2 cannot: POST /functions/NAME/invoke")
+            answer, kind = self._send_parts(run, parts) if parts else encode(result, len(self._response_area))
             self._handler.finish()
-            request = result = parts = None  # they may hold tensors that would join the model
+            request = encode = result = parts = None  # they may hold tensors that would join the model
             stream.end_lease()
         except RequestCancelled:
             raise
         except BaseException as error:
             failed = *self.verdict(error, "handle()", "function_raised"), report.param(error)
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
-            request = result = parts = answer = None
+            request = encode = result = parts = answer = None
             return self._raised(run, *failed)
         assert answer is not None
         inline = len(answer) <= INLINE_NBYTES

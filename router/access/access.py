@@ -33,6 +33,9 @@ class Act(Enum):
     ERRORS = "errors"
     METRICS = "metrics"
     INVOKE = "invoke"
+    INFER = "infer"
+    INFERENCE = "open inference"
+    INDEX = "repository index"
     SCHEMA = "schema"
     OPENAPI = "openapi"
     PAGE = "page"
@@ -69,6 +72,9 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.WATCH: "deploy",
     Act.ERRORS: "deploy",
     Act.INVOKE: "invoke",
+    Act.INFER: "invoke",
+    Act.INFERENCE: "invoke",
+    Act.INDEX: "invoke",
     Act.SCHEMA: "invoke",
     Act.OPENAPI: "invoke",
     Act.PAGE: None,
@@ -121,6 +127,15 @@ class Route(NamedTuple):
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
     Route(Act.SCHEMA, "GET", re.compile(r"/functions/([^/]+)/schema")),
+    Route(Act.INFER, "POST", re.compile(r"/v2/models/(.+?)(?:/versions/[^/]+)?/infer")),
+    Route(Act.INDEX, "POST", re.compile(r"/v2/repository/index")),
+    Route(
+        Act.INFERENCE,
+        "GET",
+        re.compile(
+            r"/v2/models(?:/stats|/((?!stats$).+?)(?:/versions/[^/]+)?(?:/(?:ready|config|stats))?)?(?<!/infer)"
+        ),
+    ),
     Route(Act.OPENAPI, "GET", re.compile(r"/openapi\.json")),
     Route(Act.PAGE, "GET", re.compile(r"/docs")),
     Route(Act.JOBS, "GET", re.compile(r"/jobs(?:/([^/]+)(?:/result)?)?")),
@@ -129,8 +144,8 @@ ROUTES: Final = (
     Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
     Route(Act.LOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/load_lora_adapter")),
     Route(Act.UNLOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/unload_lora_adapter")),
-    Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
-    Route(Act.READY, "GET", re.compile(r"/readyz")),
+    Route(Act.HEALTH, "GET", re.compile(r"/healthz|/v2/?|/v2/health/live")),
+    Route(Act.READY, "GET", re.compile(r"/readyz|/v2/health/ready")),
     Route(Act.METRICS, "GET", re.compile(r"/metrics")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
     Route(Act.DEPLOY, "POST", re.compile(r"/admin/functions")),
@@ -181,7 +196,12 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 }
 """All that there is over the admin socket."""
 
-CALLS: Final = frozenset({Act.INVOKE, Act.SCHEMA, Act.OPENAPI, Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL})
+CALLS: Final = frozenset(
+    {
+        *(Act.INVOKE, Act.INFER, Act.INFERENCE, Act.INDEX, Act.SCHEMA, Act.OPENAPI),
+        *(Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL),
+    }
+)
 OPEN: Final = CALLS | {Act.METRICS, Act.WATCH}
 """What needs no key where a node is open."""
 
@@ -256,5 +276,7 @@ def find(method: str, path: str) -> tuple[Route, str] | Refusal:
         return Refusal(405, "method_not_allowed", text, ((b"allow", allowed.encode()),))
     if path.removeprefix("/openai").startswith("/v1/responses/"):
         return Refusal(404, "unknown_route", "no responses are stored: what POST /v1/responses answers is all there is")
+    if path.startswith("/v2/"):
+        return Refusal(501, "unsupported", f"this node does not do {path[:100]} of the Open Inference Protocol")
     text = "there is nothing at this path; invoke a function with POST /functions/NAME/invoke"
     return Refusal(404, "unknown_route", text)

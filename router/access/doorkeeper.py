@@ -15,8 +15,14 @@ _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipa
 """Types that a web page may send anywhere without asking first (Fetch standard, "CORS-safelisted")."""
 
 
-_EXPOSED: Final = b"x-request-id, server-timing, retry-after, location, preference-applied, idempotency-replayed"
-_ALLOWED: Final = b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key"
+_EXPOSED: Final = (
+    b"x-request-id, server-timing, retry-after, location, preference-applied, idempotency-replayed, "
+    b"inference-header-content-length"
+)
+_ALLOWED: Final = (
+    b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key, "
+    b"inference-header-content-length"
+)
 """Headers of answers that a page of ``[node] cors`` may read, and of requests that it may send."""
 
 Pairs = tuple[tuple[bytes, bytes], ...]
@@ -165,7 +171,7 @@ class Doorkeeper:
             return _unauthorized("there is no such API key, or it is revoked", needed)
         if route.act not in OPEN or not self.open(keys_wanted):
             return _unauthorized("this needs an API key", needed)
-        if route.method == "POST" and not _asked_first(h):
+        if route.method == "POST" and not _asked_first(route.act, h):
             kind = (h.kind or b"none").decode("latin-1")[:100]
             what = "a page sends no such header: -H 'x-request-id: 1'"
             if h.kind != b"multipart/form-data":
@@ -175,10 +181,13 @@ class Doorkeeper:
         return ANYBODY
 
 
-def _asked_first(h: Headers) -> bool:
+def _asked_first(act: Act, h: Headers) -> bool:
     """Whether a browser would have asked this node before it let another's page send that, or says that the page is
-    the node's own.
+    the node's own. Clients of the Open Inference Protocol name no type: with none, only a script sends a body, and then
+    browsers say whose page it is.
     """
+    if h.kind is None and act in (Act.INFER, Act.INDEX):
+        return True
     return (h.kind is not None and h.kind not in _SIMPLE) or h.id is not None or h.site == b"same-origin"
 
 

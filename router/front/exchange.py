@@ -105,10 +105,22 @@ class Exchange:
         await self.answer(status, orjson.dumps(value))
 
     async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
-        body, said = error_answer(failure, self.request_id.decode())
+        word = inference_error if self.scope["path"].startswith("/v2") else error_answer
+        status = _PLAIN.get(failure.status, failure.status) if word is inference_error else failure.status
+        body, said = word(failure, self.request_id.decode())
         if close:
             self._cycle.keep_alive = False
-        await self.answer(failure.status, body, [*headers, *said])
+        await self.answer(status, body, [*headers, *said])
+
+
+_PLAIN: Final = {415: 400, 422: 400}
+"""The Open Inference Protocol has one status for what is wrong with a request."""
+
+
+def inference_error(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """As the Open Inference Protocol has errors."""
+    text = orjson.dumps({"error": f"{failure.code}: {failure.text}"})
+    return text, error_answer(failure, request_id)[1]
 
 
 def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:

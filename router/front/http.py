@@ -21,7 +21,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import most_open
-from dormouse.router.front import openai, openapi, tracing
+from dormouse.router.front import openai, openapi, openinference, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import (
@@ -134,6 +134,10 @@ class Application:
         match entered.route.act:
             case Act.INVOKE:
                 await self._invoke(x, entered.name, entered.caller)
+            case Act.INFER:
+                await self._invoke(x, entered.name, entered.caller)
+            case Act.INFERENCE | Act.INDEX:
+                await self._inference(x, entered)
             case Act.OPENAI:
                 await self._invoke(x, None, entered.caller, openai.route_of(x.scope["path"]))
             case Act.MODELS:
@@ -150,11 +154,13 @@ class Application:
             case Act.PAGE:
                 await x.answer(200, _PAGE, _PAGE_HEADERS, b"text/html; charset=utf-8")
             case Act.HEALTH:
-                await x.answer_json(200, {"status": "ok"})
+                await x.answer_json(200, openinference.ALIVE.get(x.scope["path"], {"status": "ok"}))
             case Act.READY:
                 missing, draining = self._node.policy.missing(), self._node.requests.drain.on
                 ready = not missing and not draining
                 said = {"ready": ready, "missing": missing, "draining": draining}
+                if x.scope["path"] != "/readyz":
+                    said = {"ready": ready, "live": True}
                 await x.answer_json(200 if ready else 503, said)
             case _:
                 await self._administer(x, entered)
@@ -167,6 +173,21 @@ class Application:
                 await asyncio.sleep(0)
         await x.answer(200, self._documents.document(picture, caller))
 
+    async def _inference(self, x: Exchange, entered: Entered) -> None:
+        """What the Open Inference Protocol says of models. Raises HttpError."""
+        picture, stats = self._node.policy.picture, self._node.requests.stats
+        await self._node.requests.knows_catalogue()
+        if entered.route.act is Act.INDEX:
+            limit_nbytes, bodies = openinference.QUESTION_NBYTES, self._node.requests.bodies
+            body = await x.receive_body(limit_nbytes, bodies)
+            try:
+                said: Any = openinference.index(picture, entered.caller, bytes(body.data))
+            finally:
+                body.close()
+        else:
+            said = openinference.told(picture, entered.caller, stats, x.scope["path"])
+        await x.answer_json(200, said)
+
     async def _invoke(self, x: Exchange, name: str | None, caller: Caller, route: str = "") -> None:
         """``name`` None: the body says it."""
         requests, picture = self._node.requests, self._node.policy.picture
@@ -175,8 +196,11 @@ class Application:
             raise HttpError(queueing.absent(picture, name), close=True)
         if (refusal := requests.drain.refusal()) is not None:  # before its body is read
             raise refused(refusal, close=True)
-        wish = self._jobs.wish(x)
-        kind, accept = ("", "") if name is None else _types(x)
+        infers = x.scope["path"].startswith("/v2/")
+        wish = None if infers else self._jobs.wish(x)
+        kind, accept = ("", "") if name is None or infers else _types(x)
+        if infers and name is not None:
+            openinference.check(x, picture.functions[name].spec)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)
         body.kind, body.accept = kind, accept
         streams = False
@@ -187,6 +211,8 @@ class Application:
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
+            if infers:
+                body.kind = openinference.kind_of(x, picture.functions[name].spec, requests.body_nbytes)
             if most_open(picture.functions[name].spec) and body.nbytes > LLM_BODY_NBYTES:
                 raise too_large(LLM_BODY_NBYTES, "of a function that has many requests at once")
             if (refusal := requests.refusal(name)) is not None:
@@ -218,6 +244,9 @@ class Application:
             await _end(x, None if isinstance(outcome, e.Answer) else outcome, m.SSE)
             return
         match outcome:
+            case e.Answer(timing=timing, kind=kind) if infers:
+                headers, plain = openinference.headers(kind)
+                await x.answer(200, data, [server_timing(timing), *headers], plain)
             case e.Answer(timing=timing, kind=kind):
                 await x.answer(200, data, [server_timing(timing), *foreign(kind)], kind.encode() or JSON)
             case e.Fail(failure=failure, timing=timing):

@@ -40,10 +40,10 @@ def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
     function = p.functions[name]
     if function.schema is None and function.spec.llm is None:
         raise HttpError(failures.not_loaded(name, function.failure) if function.failure else failures.loading(name))
-    return {"name": name, "version": function.spec.version, **_said(function)}
+    return {"name": name, "version": function.spec.version, **said_of(function)}
 
 
-def _said(function: ServedFunction) -> dict[str, Any]:
+def said_of(function: ServedFunction) -> dict[str, Any]:
     """What its instance has said that is well-formed."""
     try:
         said = orjson.loads(function.schema or b"{}")  # what it takes, it can write again: no integers of any size
@@ -54,8 +54,24 @@ def _said(function: ServedFunction) -> dict[str, Any]:
     found = {key: said[key] for key in ("request", "response") if isinstance(said.get(key), dict)}
     if any(_levels(each, MOST_LEVELS) > MOST_LEVELS for each in found.values()):
         return {}
+    if _tensors(tensors := said.get("tensors")):
+        found["tensors"] = tensors
     text = said.get("description")
     return found | ({"description": text[:2000]} if isinstance(text, str) else {})
+
+
+def _tensors(said: Any) -> bool:
+    """Whether it is what the Open Inference Protocol says of tensors."""
+    if not isinstance(said, dict) or said.keys() != {"inputs", "outputs"}:
+        return False
+    return all(isinstance(side, list) and all(_tensor(each) for each in side) for side in said.values())
+
+
+def _tensor(said: Any) -> bool:
+    if not isinstance(said, dict) or said.keys() != {"name", "datatype", "shape"}:
+        return False
+    named = isinstance(said["name"], str) and isinstance(said["datatype"], str)
+    return named and isinstance(said["shape"], list) and all(type(each) is int for each in said["shape"])
 
 
 def _levels(value: Any, most: int) -> int:
@@ -127,7 +143,7 @@ _DOCUMENT: Final = (
 
 
 def _operation(function: ServedFunction, components: dict[str, Any]) -> dict[str, Any]:
-    name, said = function.spec.name, _said(function)
+    name, said = function.spec.name, said_of(function)
     request = _named(said.get("request", {}), name, components)
     described = "request" in said
     kinds = {"application/json": {"schema": request}}

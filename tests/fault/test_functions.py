@@ -9,6 +9,8 @@ import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
+pytestmark = pytest.mark.timeout(180)
+
 GOOD = """
     import torch
 

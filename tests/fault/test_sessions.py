@@ -11,6 +11,8 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
+pytestmark = pytest.mark.timeout(240)
+
 CONFIG = """
 [gpu]
 count = 1

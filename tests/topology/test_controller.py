@@ -18,7 +18,9 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
-WAIT_S = 90.0
+WAIT_S = 45.0
+
+pytestmark = pytest.mark.timeout(240)
 
 
 def spec(name: str, version: int = 1) -> m.FunctionSpec:

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.output import harmless
 
+pytestmark = pytest.mark.timeout(240)
+
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
@@ -56,11 +58,10 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
 
     No comment comes before them: with it the headers would leave, before there is anything to tell.
     """
-    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n').replace("2000", "600000")
-    config += "[limits]\nheartbeat_ms = 60000\n"
+    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
     make_folder(tmp_path)
     with running_node(config) as slow, connected(slow) as client:
-        deploy(slow, "chat", tmp_path, ttft="60s", tpot="10s", percentile=50.0, timeout="100s")
+        deploy(slow, "chat", tmp_path, ttft="10s", tpot="10s", percentile=50.0)
         sent: Any = {"model": "chat", "messages": say(1), "max_tokens": 9, **GREEDY}
         timings, places = [], list[str]()
         for stream in (True, True, False):
@@ -81,7 +82,7 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
             assert (timing["runtime"], timing["wake"]) == (0, 0)
             assert timing["prefill"] > 0
         assert whole["rest"] > 0, "eight more tokens"
-        slow.wait(lambda: bool(_told(slow)["llm"]["counted"] == 3), 60, "the last of them to be counted")
+        slow.wait(lambda: bool(_told(slow)["llm"]["counted"] == 3), 20, "the last of them to be counted")
         llm = _told(slow)["llm"]
         prompt = len(prompt_tokens(say(1)))
         assert (llm["prompt_tokens"], llm["made_tokens"]) == (3 * prompt, 27)
@@ -105,7 +106,7 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
         assert runtime["kv_share"] == pytest.approx(runtime["kv_nbytes"] / pool_nbytes, abs=1e-3)
         return bool(runtime["running"] == 3 and 3 <= runtime["kv_blocks_used"] <= runtime["kv_blocks"])
 
-    node.wait(busy, 60, "three sequences to run")
+    node.wait(busy, 20, "three sequences to run")
     assert _told(node)["running"] == 1
     stream.close()
 
@@ -113,7 +114,7 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
         (runtime,) = _told(node)["runtimes"]
         return not (runtime["running"] or runtime["waiting"] or runtime["kv_blocks_used"])
 
-    node.wait(idle, 60, "them to be over, and their KV to be free")
+    node.wait(idle, 20, "them to be over, and their KV to be free")
     assert before != {each["reused_nbytes"] for each in _told(node)["runtimes"]}, "the choices share their prompt"
     assert [each["gathered"] for each in _told(node)["runtimes"]] == [{}], "nobody has waited for others"
 

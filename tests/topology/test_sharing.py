@@ -4,7 +4,7 @@ checkpoints, of which nothing stays."""
 import json
 import struct
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import safetensors.torch
@@ -12,7 +12,7 @@ import torch
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
 LAYERS: Final = 6
 WIDTH: Final = 512  # a layer has 1 MiB
@@ -114,21 +114,20 @@ def pair(node: TestNode) -> Iterator[Pair]:
 
 def test_a_base_and_its_fine_tune_are_kept_once(pair: Pair) -> None:
     node = pair.node
-    node.wait(lambda: node.status()["store"]["segments"] == 0, 60, "those of earlier tests to be forgotten")
+    before = node.status()["store"]
     pair.deploy("plain", 0)
     pair.deploy("tuned", 7)
     for _ in range(2):
         for name in pair.twins:
             pair.ask(name)
-    # The store's own numbers come a moment later.
-    node.wait(lambda: node.status()["store"]["host_nbytes"] == MODEL_NBYTES + LAYER_NBYTES, 60, "the store's bytes")
     status = node.status()
     for name, other in (("plain", "tuned"), ("tuned", "plain")):
         row = status["functions"][name]
         assert row["nbytes"] == row["host_nbytes"] == MODEL_NBYTES
         assert row["shared_nbytes"] == MODEL_NBYTES - LAYER_NBYTES
         assert row["shared_with"] == [other]
-    assert status["store"]["segments"] == LAYERS + 2
+    assert status["store"]["host_nbytes"] - before["host_nbytes"] == MODEL_NBYTES + LAYER_NBYTES
+    assert status["store"]["segments"] - before["segments"] == LAYERS + 2
     gpu = status["gpus"]["0"]
     assert gpu["weights_nbytes"] <= MODEL_NBYTES + LAYER_NBYTES
     # The second wake copied no more than what is its own.
@@ -152,17 +151,12 @@ def test_one_writes_what_another_reads(pair: Pair) -> None:
         pair.ask("reader")
         if turn % 2:
             pair.ask("writer")
-
-    def reader() -> Any:
-        return pair.node.status()["functions"]["reader"]
-
-    left_nbytes = MODEL_NBYTES - 2 * LAYER_NBYTES - WIDTH * 4
-    pair.node.wait(lambda: bool(reader()["shared_nbytes"] == left_nbytes), 60, "the store to tell what is shared")
+    assert pair.node.status()["functions"]["reader"]["shared_nbytes"] == MODEL_NBYTES - 2 * LAYER_NBYTES - WIDTH * 4
     # Who comes new gets what is in the file, and shares it with who has not written it.
     pair.deploy("late", 0)
     pair.ask("late")
     pair.ask("writer")
-    pair.node.wait(lambda: set(reader()["shared_with"]) == {"late", "writer"}, 60, "the store to tell with whom")
+    assert set(pair.node.status()["functions"]["reader"]["shared_with"]) == {"late", "writer"}
 
 
 def test_two_write_the_same_shared_tensor(pair: Pair) -> None:

@@ -21,6 +21,9 @@ INVOKE = ("POST", "/functions/f/invoke")
 PATHS = {
     Act.INVOKE: INVOKE,
     Act.SCHEMA: ("GET", "/functions/f/schema"),
+    Act.INFER: ("POST", "/v2/models/f/infer"),
+    Act.INDEX: ("POST", "/v2/repository/index"),
+    Act.INFERENCE: ("GET", "/v2/models/f"),
     Act.OPENAPI: ("GET", "/openapi.json"),
     Act.PAGE: ("GET", "/docs"),
     Act.JOBS: ("GET", "/jobs"),
@@ -379,7 +382,8 @@ def test_a_browsers_question_before_a_request(tmp_path: Path) -> None:
         b"access-control-allow-origin": b"https://app.example",
         b"access-control-allow-methods": b"POST",
         b"access-control-allow-headers": (
-            b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key"
+            b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key, "
+            b"inference-header-content-length"
         ),
         b"access-control-max-age": b"600",
         b"access-control-expose-headers": b"",

@@ -10,8 +10,11 @@ import pytest
 
 from dormouse.client_shim.instance.batches import Batches
 from dormouse.client_shim.instance.concurrent import LEASE_S, Concurrent
+from dormouse.client_shim.instance.hints import Hints
 from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
+
+pytestmark = pytest.mark.timeout(20)
 
 
 class PlayedRouter:
@@ -71,7 +74,7 @@ class PlayedRunner:
         self.router, self.stream = PlayedRouter(), PlayedStream()
         self.backend = SimpleNamespace(router=self.router, may_acquire=False, acquire=lambda: None)
         self.function = SimpleNamespace()
-        self.hints = SimpleNamespace(value_of=lambda body, kind: int(bytes(body)))
+        self.hints: Any = Hints(lambda state, request: None)
 
     def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         return otherwise, repr(error)

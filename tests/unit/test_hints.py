@@ -116,7 +116,9 @@ def test_arrays_are_checked() -> None:
         assert caught.value.code == "invalid_request"
 
 
-@pytest.mark.parametrize("hint", [torch.Tensor, dict[str, torch.Tensor], "Missing", "1 +", "1 / 0", Iterator[int]])
+@pytest.mark.parametrize(
+    "hint", [torch.nn.Module, dict[str, torch.nn.Module], "Missing", "1 +", "1 / 0", Iterator[int]]
+)
 def test_what_cannot_be_checked_is_said(hint: Any) -> None:
     def handle(state: Any, request: Any) -> None: ...
 
