@@ -19,7 +19,7 @@ DRIVER: Final = shutil.which("chromedriver") or ""
 MISSING: Final = "" if CHROMIUM and DRIVER else "needs Debian's packages chromium and chromium-driver"
 """Why tests with a browser cannot run here."""
 
-WAIT_S: Final = 30.0
+WAIT_S: Final = 60.0
 KEYS: Final = {"tab": "\ue004", "enter": "\ue007", "escape": "\ue00c", "left": "\ue012", "right": "\ue014"}
 
 
@@ -138,7 +138,7 @@ def running_browser(dark: bool = True) -> Iterator[Browser]:
                 browser.close()
         finally:
             driver.terminate()
-            driver.wait(30)
+            driver.wait(60)
 
 
 @contextlib.contextmanager

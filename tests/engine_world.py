@@ -202,7 +202,7 @@ class World:
 
     def heard(self, work: Callable[..., T], *arguments: Any) -> T:
         """The same, and wait for it."""
-        return self.io.submit(work, *arguments).result(30)
+        return self.io.submit(work, *arguments).result(60)
 
     def hear(self, event: Any) -> None:
         self.leases.dispatch(event)

@@ -9,7 +9,6 @@ FAKE = device_memory_is_host_memory()
 FOUND = probe()
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
     pytest.mark.skipif(not (FAKE or torch.cuda.is_available()), reason=f"torch {torch.__version__} cannot use CUDA"),
 ]

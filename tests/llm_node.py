@@ -112,7 +112,7 @@ def sandboxed(node: TestNode) -> set[int]:
 
 def only_runtime(node: TestNode) -> int:
     """Once those of models that were removed are gone."""
-    node.wait(lambda: len(runtimes(node)) == 1, 30, "one runtime to be left")
+    node.wait(lambda: len(runtimes(node)) == 1, 60, "one runtime to be left")
     return runtimes(node)[0]
 
 

@@ -26,8 +26,8 @@ from dormouse.core.node import procfs
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
-START_S: Final = 90.0
-STOP_S: Final = 30.0
+START_S: Final = 180.0
+STOP_S: Final = 90.0
 
 FAILED_NBYTES: Final = 20_000  # of each log, when what a test did with a node has failed
 

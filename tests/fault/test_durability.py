@@ -23,8 +23,6 @@ import torch
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 MIB: Final = 1 << 20
 WIDTH: Final = 1024  # a matrix of 4 MiB
 LAYERS: Final = 2

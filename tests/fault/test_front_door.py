@@ -17,8 +17,6 @@ import pytest
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 FUNCTION = """
     import os
 

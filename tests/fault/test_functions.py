@@ -9,8 +9,6 @@ import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 GOOD = """
     import torch
 

@@ -10,8 +10,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode
 
-pytestmark = pytest.mark.timeout(180)
-
 GOOD = """
     import torch
     def load(): return torch.arange(8.0).to("cuda")

@@ -17,8 +17,6 @@ from warm_start import TITLE
 from dormouse.core.node import procfs
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = """
     import os
     import torch

@@ -11,8 +11,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 CONFIG = """
 [gpu]
 count = 1

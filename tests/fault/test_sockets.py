@@ -27,8 +27,6 @@ from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import PeerLost
 
-pytestmark = pytest.mark.timeout(240)
-
 WAIT_S = 60.0
 GARBAGE = b"\xc1"  # what msgpack never uses
 NUMBERS = (0, 1, -1, 2, 63, 64, 4096, 1 << 20, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))

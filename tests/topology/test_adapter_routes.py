@@ -14,8 +14,6 @@ from llm_node import CONFIG, ask, deploy, expected
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:

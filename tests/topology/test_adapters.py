@@ -16,8 +16,6 @@ from dormouse.core.folder import NoFunction
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 PLAIN = "def load(): ...\ndef handle(model, request): ...\n"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -59,7 +57,7 @@ def adapt(node: TestNode, name: str, folder: Path, base: str = "chat", **setting
 
 def resting_weights(node: TestNode) -> int:
     """Bytes on the GPU when all KV is given back."""
-    node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "all leases to end")
+    node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 60, "all leases to end")
     return int(node.status()["gpus"]["0"]["weights_nbytes"])
 
 
@@ -77,7 +75,7 @@ def deployed(node: TestNode, folders: Path, models: dict[str, Any]) -> Iterator[
     left = {row["name"] for row in node.admin.functions()}
     for name in [name for name in [*names[1:], "chat"] if name in left]:
         node.remove(name)
-    node.wait(lambda: runtimes(node) == [], 30, "the runtime to end with the last of its instances")
+    node.wait(lambda: runtimes(node) == [], 60, "the runtime to end with the last of its instances")
 
 
 def test_adapters_of_a_tenant_share_a_runtime_and_each_answers_as_peft_does(
@@ -123,7 +121,7 @@ def test_what_is_shared_is_there_once_and_a_wake_copies_an_adapter_alone(
     adapters = {}
     for name in deployed[1:]:
         check(models, {(name, "first"): ask(client, "first", 40, name)})
-        node.wait(lambda: node.status()["functions"][name]["leases"] == 1, 30, "its lease to end")  # noqa: B023
+        node.wait(lambda: node.status()["functions"][name]["leases"] == 1, 60, "its lease to end")  # noqa: B023
         told = node.status()["functions"][name]
         tensors = [value for key, value in models[name].named_parameters() if "lora_" in key]
         adapters[name] = sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)

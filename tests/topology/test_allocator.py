@@ -8,8 +8,6 @@ import pytest
 
 from dormouse.gpuserver import native
 
-pytestmark = pytest.mark.timeout(240)  # a compiler works twice
-
 
 def test_concurrent_builds_make_one_library(tmp_path: Path) -> None:
     if native.find_compiler() is None:

@@ -6,13 +6,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pytest
 from language_models import make_folder
 from llm_node import CONFIG, ask, connected, deploy, expected
 
 from dormouse.core.node.testing import TestNode, running_node
-
-pytestmark = pytest.mark.timeout(240)
 
 HOUR_MS = 3_600_000
 

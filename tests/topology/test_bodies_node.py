@@ -15,8 +15,6 @@ from PIL import Image
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 FUNCTION = """
 import io, sys
 import numpy as np

@@ -31,8 +31,6 @@ from dormouse.schemas.admin import Wish
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(240)
-
 FUNCTION = """
 import os, time
 import torch
@@ -132,7 +130,7 @@ def test_a_full_queue_is_waited_for(client: Client, node: TestNode) -> None:
     holds = [threading.Thread(target=client.invoke, args=("f", {"until": str(gate), "x": n})) for n in range(2)]
     for hold in holds:
         hold.start()
-    node.wait(lambda: bool(node.status()["functions"]["f"]["queued"] == 1), 20, "the queue to be full")
+    node.wait(lambda: bool(node.status()["functions"]["f"]["queued"] == 1), 60, "the queue to be full")
     with Client(_url(node), retries=0) as hasty, pytest.raises(NodeBusy):
         hasty.invoke("f", {"x": 4})
     opens = threading.Timer(0.5, gate.touch)

@@ -11,8 +11,6 @@ import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 FUNCTION = """
 import asyncio, os, time
 import torch
@@ -150,9 +148,9 @@ def test_a_client_that_leaves_ends_its_own_coroutine(node: TestNode) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=30)
     body = json.dumps({"do": "waits", "name": "gone"})
     connection.request("POST", "/functions/many/invoke", body, {"Content-Type": "application/json"})
-    node.wait(lambda: bool(node.result("many", {"do": "seen"})["here"] == 2), 20, "it to run")
+    node.wait(lambda: bool(node.result("many", {"do": "seen"})["here"] == 2), 60, "it to run")
     connection.close()
-    node.wait(lambda: "gone" in node.result("many", {"do": "seen"})["ended"], 20, "it to end")
+    node.wait(lambda: "gone" in node.result("many", {"do": "seen"})["ended"], 60, "it to end")
     assert node.result("many", {"do": "seen"})["tasks"] == before
     assert node.log_of("many").count("starts, ") == 1
 
@@ -162,7 +160,7 @@ def test_the_time_limit_ends_one_coroutine(node: TestNode) -> None:
     answer = node.invoke("many", {"do": "waits", "name": "late"})
     assert (answer.status, answer.code) == (504, "timed_out")
     assert "given up" in answer.message
-    node.wait(lambda: "late" in node.result("many", {"do": "seen"})["ended"], 20, "it to end")
+    node.wait(lambda: "late" in node.result("many", {"do": "seen"})["ended"], 60, "it to end")
     assert node.result("many", {"do": "meet", "at": 1, "n": 1})["pid"] == pid
 
 
@@ -201,12 +199,12 @@ def test_answers_in_parts_and_large_bodies_are_refused_with_what_to_do(node: Tes
 def test_one_that_never_awaits_is_ended_with_its_instance(node: TestNode) -> None:
     answers = together(ask(node, "hangs"), ask(node, "waits", name="beside"))
     assert sorted(answer.status for answer in answers) == [502, 504] or [a.status for a in answers] == [504, 504]
-    node.wait(lambda: node.invoke("many", {"do": "computes", "steps": 1}).status == 200, 30, "a new instance")
+    node.wait(lambda: node.invoke("many", {"do": "computes", "steps": 1}).status == 200, 60, "a new instance")
 
 
 def test_a_death_fails_all_that_were_there(node: TestNode) -> None:
     def dies() -> HttpAnswer:
-        node.wait(lambda: bool(node.result("many", {"do": "seen"})["here"] == 2), 20, "the other one to be there")
+        node.wait(lambda: bool(node.result("many", {"do": "seen"})["here"] == 2), 60, "the other one to be there")
         return node.invoke("many", {"do": "dies"})
 
     answers = together(ask(node, "waits", name="beside"), dies)

@@ -18,9 +18,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
-WAIT_S = 45.0
-
-pytestmark = pytest.mark.timeout(240)
+WAIT_S = 90.0
 
 
 def spec(name: str, version: int = 1) -> m.FunctionSpec:

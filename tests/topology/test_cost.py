@@ -21,8 +21,6 @@ from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.store.metering import STATE_S
 from dormouse.schemas.admin import Wish
 
-pytestmark = pytest.mark.timeout(300)
-
 PRICES = 'currency = "EUR"\ngpu_s = 1.0\ngpu_gib_s = 1.0\nhost_gib_s = 1.0\nprompt_tokens_1m = 1\n'
 
 

@@ -31,8 +31,6 @@ from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 POOL = '[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\npoison = true\n'
 LARGE_NUMEL = 7 << 20
 LARGE = f"""
@@ -126,7 +124,7 @@ def test_a_runtime_that_is_killed_is_replaced_and_its_memory_is_back(node: TestN
         assert begun + rest(stream) == expected(model, "six seven", 120)
         assert ask(client, "eight") == expected(model, "eight", 40)
         node.remove("chat")
-    node.wait(lambda: not runtimes(node), 30, "the runtime to be gone")
+    node.wait(lambda: not runtimes(node), 60, "the runtime to be gone")
     node.deployed("filling", LARGE)  # all of it is there again
     assert node.result("filling", 1) == LARGE_NUMEL
 

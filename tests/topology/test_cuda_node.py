@@ -23,8 +23,6 @@ from dormouse.core.node import doctor
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.nodefile import load_config
 
-pytestmark = pytest.mark.timeout(300)
-
 FUNCTION = """
 import torch
 
@@ -217,7 +215,7 @@ def test_broken_and_filled_gpus_keep_no_other_from_work(tmp_path: Path, monkeypa
         assert down["gpu0"].startswith(BROKEN)
         assert down["gpu1"].startswith("no room for a pool: of 268,435,456 bytes of GPU 1 0 are free")
         assert set(node.status()["gpus"]) == {"2"}
-        node.wait(lambda: node.status()["gpus"]["2"]["trouble"], 10, "the shortage")
+        node.wait(lambda: node.status()["gpus"]["2"]["trouble"], 60, "the shortage")
         (shortage,) = node.status()["gpus"]["2"]["trouble"]
         assert shortage.startswith("other processes hold 100,000,000 of 268,435,456 bytes of GPU 2")
         node.deployed("f1", FUNCTION.format(seed=1))
@@ -277,7 +275,7 @@ def test_a_gpu_that_others_fill_later_is_said(tmp_path: Path, monkeypatch: pytes
         machine.write_text(f"0 taken {1 << 30}\n")
         refused = node.invoke("hungry", 64)
         assert "OutOfMemoryError" in str(refused.body), refused
-        node.wait(lambda: node.status()["gpus"]["0"]["trouble"], 10, "the trouble")
+        node.wait(lambda: node.status()["gpus"]["0"]["trouble"], 60, "the trouble")
         assert node.status()["gpus"]["0"]["trouble"] == [
             "0 bytes are left of the 16,777,216 for activations: another process has taken the rest of this GPU's "
             "memory; end it, or set [gpu] memory lower"

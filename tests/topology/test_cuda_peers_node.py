@@ -15,8 +15,6 @@ from fake_cuda.build import NoCompiler, build
 from dormouse.core.paths import StatePaths
 from dormouse.schemas import messages as m
 
-pytestmark = pytest.mark.timeout(240)
-
 Kit: TypeAlias = Any
 
 NUMEL: Final = 3 << 18  # one and a half granules, so that segments lie in several
@@ -57,7 +55,7 @@ def log(kit: Kit, gpu: int) -> str:
 
 
 def until_logged(kit: Kit, gpu: int, event: str) -> None:
-    end_s = time.monotonic() + 45
+    end_s = time.monotonic() + 60
     while event not in log(kit, gpu):
         assert time.monotonic() < end_s, log(kit, gpu)
         time.sleep(0.02)

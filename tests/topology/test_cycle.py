@@ -14,7 +14,7 @@ from dormouse.router.front.connection import Bounds, HttpConnection
 from dormouse.router.front.cycle import UNREAD_NBYTES, Cycle
 from dormouse.router.front.exchange import raw_error
 
-WAIT_S = 20.0
+WAIT_S = 90.0
 KEEP_ALIVE_S = 30.0
 BOUNDS = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=KEEP_ALIVE_S, render=raw_error)
 POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"

@@ -14,7 +14,7 @@ from llm_node import CONFIG, MESSAGES, deploy, generated, prompt_tokens
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(MISSING), reason=MISSING)]
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 GPU = '[gpu]\ncount = 2\nmemory = "24MiB"\nactivations = "8MiB"\nthreads = 1\n'
 FUNCTION = """
@@ -260,7 +260,7 @@ def test_a_tab_that_has_left_watches_no_more(node: TestNode, page: Browser) -> N
     """Browsers keep pages that one may come back to."""
     assert node.status()["node"]["watchers"] == 1
     page.open("about:blank")
-    node.wait(lambda: node.status()["node"]["watchers"] == 0, 10, "the watcher to be gone")
+    node.wait(lambda: node.status()["node"]["watchers"] == 0, 60, "the watcher to be gone")
     page.run("history.back()")
     page.wait(lambda: page.text("#link") == "live", "the stream")
 

@@ -22,8 +22,6 @@ from PIL import Image
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -177,7 +175,7 @@ def test_a_function_comes_and_goes(node: TestNode) -> None:
     node.deployed("comes", COMES)
     assert isinstance(node.result("comes", 0), float)
     node.restart("comes")
-    node.wait(lambda: "served 1" in node.log_of("comes"), 20, "unload() to print")
+    node.wait(lambda: "served 1" in node.log_of("comes"), 60, "unload() to print")
 
 
 def test_many_requests_at_once(node: TestNode) -> None:

@@ -10,8 +10,6 @@ import pytest
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'
 
 FUNCTION = """

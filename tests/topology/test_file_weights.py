@@ -10,7 +10,7 @@ import torch
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 LAYERS = 12
 WIDTH = 2048  # a layer has 16 MiB, the file about 200 MB

@@ -1,10 +1,6 @@
 """Checkpoints and pinned batches on a real node: in the confinement, with the store, over leases."""
 
-import pytest
-
 from dormouse.core.node.testing import running_node
-
-pytestmark = pytest.mark.timeout(120)
 
 FUNCTION = """
 import io

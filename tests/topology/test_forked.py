@@ -10,8 +10,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 WORDS = "Cannot re-initialize CUDA in forked subprocess"
 
 FUNCTION = """
@@ -32,7 +30,7 @@ FUNCTION = """
         answers = fork.SimpleQueue()
         process = fork.Process(target=child, args=(answers, x))
         process.start()
-        process.join(20)
+        process.join(60)
         if process.exitcode is None:
             process.kill()
             return "the child hangs"
@@ -108,7 +106,7 @@ SCRIPT = """
         answers = fork.SimpleQueue()
         process = fork.Process(target=child, args=(answers,))
         process.start()
-        process.join(20)
+        process.join(60)
         print(process.exitcode, answers.get() if process.exitcode == 0 else process.kill())
     stop.set()
     thread.join()

@@ -20,8 +20,6 @@ BODY_NBYTES = 16 << 20
 BUDGET_NBYTES = 64 << 20
 CONNECTIONS = 80
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
@@ -299,7 +297,7 @@ def test_d9_a_request_that_failed_leaves_no_pages_behind(world: World) -> None:
     assert world.invoke("raise", b"1")[0] == 500
     before_nbytes = taken_nbytes(world.process.pid)
     assert world.invoke("raise", b'"' + b"x" * (BODY_NBYTES - 2) + b'"')[0] == 500
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while taken_nbytes(world.process.pid) >= before_nbytes + BODY_NBYTES // 2:  # they are kept for a second
         assert time.monotonic() < end_s
         time.sleep(0.05)

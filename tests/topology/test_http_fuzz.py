@@ -10,8 +10,6 @@ from benchmarks.fuzz_http import fuzz
 
 REQUESTS = 3000
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:

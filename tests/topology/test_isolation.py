@@ -10,8 +10,6 @@ import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 COUNT: Final = 20_000  # elements of a secret, as in the trial that found it
 
 WAYS: Final = """

@@ -23,8 +23,6 @@ from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 BRIEF: Final = "[limits]\nbody_ms = 3000\nheader_ms = 3000\n"
 WORD: Final = "dormouse" * 500
 LONG: Final[Any] = {
@@ -163,7 +161,7 @@ def runtime_of(node: TestNode, name: str) -> int:
 
 def quiet(node: TestNode) -> None:
     """Nobody is answered any more."""
-    node.wait(lambda: node.status()["node"]["requests_open"] == 0, 30, "all requests to be over")
+    node.wait(lambda: node.status()["node"]["requests_open"] == 0, 60, "all requests to be over")
 
 
 # --- clients that do not read
@@ -268,7 +266,7 @@ def test_500_streams_at_once(node: TestNode, model: PreTrainedModel, client: ope
     assert {error.code for error in refused} == {"queue_full"}
     assert all(int(error.response.headers["retry-after"]) > 0 for error in refused)
     quiet(node)
-    node.wait(lambda: len(os.listdir(f"/proc/{router}/fd")) <= before[0], 30, "the connections to be closed")
+    node.wait(lambda: len(os.listdir(f"/proc/{router}/fd")) <= before[0], 60, "the connections to be closed")
     assert rss_nbytes(router) - before[1] < 32 << 20
     assert ask(client, "number 7", 4, "crowd") == expected[7]
     node.remove("crowd")
@@ -327,7 +325,7 @@ def test_fifty_clients_that_leave_at_any_moment(node: TestNode, model: PreTraine
         for thread in threads:
             thread.join()
         quiet(node)
-        node.wait(lambda: nothing_runs(node), 20, "nothing to run, and all KV to be free")
+        node.wait(lambda: nothing_runs(node), 60, "nothing to run, and all KV to be free")
         assert ask(client) == expected
 
 

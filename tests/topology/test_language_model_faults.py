@@ -191,6 +191,6 @@ def test_memory_that_all_sequences_together_exhaust(tmp_path: Path) -> None:
         talks = [Talk(small, f"much {number}", 200) for number in range(20)]
         for talk in talks:
             talk.check(found)
-        small.wait(lambda: preempted(small) > 0, 30, "the status to say that some were preempted")
+        small.wait(lambda: preempted(small) > 0, 60, "the status to say that some were preempted")
         with connected(small) as client:
             assert rest(streaming(client, "after", 20)) == expected(found, "after", 20)

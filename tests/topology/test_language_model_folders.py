@@ -22,8 +22,6 @@ from dormouse.core.node import cli
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
@@ -229,5 +227,5 @@ def test_replaced_by_another_kind_of_model_under_streams(node: TestNode, client:
     for each, stream in enumerate(streams):
         prompt = prompt_tokens([{"role": "user", "content": f"number {each}"}])
         assert starts[each] + rest(stream) == generated(old, prompt, 120)
-    node.wait(lambda: len(node.status()["functions"]["kinds"]["instances"]) == 1, 30, "the old instance to end")
+    node.wait(lambda: len(node.status()["functions"]["kinds"]["instances"]) == 1, 60, "the old instance to end")
     node.remove("kinds")

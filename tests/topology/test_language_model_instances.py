@@ -11,8 +11,6 @@ from llm_node import CONFIG, ask, connected, deploy, expected, runtimes
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 CLIENTS = 12
 
 

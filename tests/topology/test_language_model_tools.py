@@ -18,8 +18,6 @@ from llm_node import rest as rest_of
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {

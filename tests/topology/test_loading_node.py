@@ -8,8 +8,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\n'
 
 
@@ -44,11 +42,11 @@ def test_unload_is_called_with_the_state_before_an_instance_goes(node: TestNode)
     processes = len(node.descendants())
     node.deployed("leaves", UNLOAD.replace("VERSION", "2").replace("FAIL", "import time; time.sleep(3600)"))
     assert node.result("leaves", 0) == 2
-    node.wait(lambda: "unloads {'version': 1, 'served': 1}" in node.log_of("leaves"), 20, "unload() to print")
-    node.wait(lambda: "ValueError: at the end" in node.log_of("leaves"), 20, "its error to be in the log")
+    node.wait(lambda: "unloads {'version': 1, 'served': 1}" in node.log_of("leaves"), 60, "unload() to print")
+    node.wait(lambda: "ValueError: at the end" in node.log_of("leaves"), 60, "its error to be in the log")
     node.deployed("leaves", UNLOAD.replace("VERSION", "3").replace("FAIL", "pass"))
-    node.wait(lambda: "unloads {'version': 2, 'served': 1}" in node.log_of("leaves"), 20, "unload() to print")
-    node.wait(lambda: len(node.descendants()) == processes, 20, "the one that does not come to an end to be ended")
+    node.wait(lambda: "unloads {'version': 2, 'served': 1}" in node.log_of("leaves"), 60, "unload() to print")
+    node.wait(lambda: len(node.descendants()) == processes, 60, "the one that does not come to an end to be ended")
 
 
 SLOW = """
@@ -126,4 +124,4 @@ def test_a_deploy_goes_on_when_who_asked_for_it_has_left(node: TestNode) -> None
             pass
         said.kill()
     gate.touch()
-    node.wait(lambda: node.invoke("left", 0).status == 200, 30, "it to be deployed")
+    node.wait(lambda: node.invoke("left", 0).status == 200, 60, "it to be deployed")

@@ -24,8 +24,6 @@ from dormouse.core.node.testing import TestNode, reserved_port, running_node
 from dormouse.schemas.policy import DEFAULT
 
 COLD = True  # as users start a node
-pytestmark = pytest.mark.timeout(300)
-
 COUNTER = """
 import torch
 

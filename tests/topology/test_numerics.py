@@ -13,8 +13,6 @@ import pytest
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.numerics import SETTINGS
 
-pytestmark = pytest.mark.timeout(240)
-
 OPERATOR: Final = """
 import json
 import torch

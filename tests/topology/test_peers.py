@@ -13,13 +13,11 @@ from dormouse.schemas import messages as m
 
 Kit: TypeAlias = Any
 
-pytestmark = pytest.mark.timeout(240)
-
 GPU: Final = {"pool": "pages", "link": "300MB", "peer": "3GB", "memory": str(192 << 20)}
 GRANULES: Final = 4 + 32  # large and small, of such a pool
 NUMEL: Final = 1 << 20
 NBYTES: Final = 4 * NUMEL
-WAIT_S: Final = 45.0
+WAIT_S: Final = 90.0
 
 
 def floats(value: float) -> bytes:

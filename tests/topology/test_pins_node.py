@@ -6,8 +6,6 @@ from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
-pytestmark = pytest.mark.timeout(240)
-
 FUNCTION = """
 import torch
 def load():

@@ -3,13 +3,10 @@
 import threading
 from pathlib import Path
 
-import pytest
 from language_models import make_folder
 from llm_node import CONFIG, ORDINARY, ask, connected, deploy, expected
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
-
-pytestmark = pytest.mark.timeout(240)
 
 SLOW = """
 import time, torch

@@ -18,8 +18,6 @@ from dormouse.schemas import stream as wire
 Instance: TypeAlias = Any
 Kit: TypeAlias = Any
 
-pytestmark = pytest.mark.timeout(300)
-
 GPU = {"link": "64MiB"}
 """So that a copy lasts: a model of 12 MiB takes 190 ms."""
 

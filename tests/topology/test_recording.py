@@ -19,8 +19,6 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
-pytestmark = pytest.mark.timeout(240)
-
 CONFIG = '[gpu]\ncount = 2\nmemory = "24MiB"\nlink = "400MB"\npoison = true\n[record]\npath = "events"\n'
 
 MODEL = """

@@ -25,8 +25,6 @@ from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.core.nodefile import load_config
 from dormouse.schemas.admin import Wish
 
-pytestmark = pytest.mark.timeout(300)
-
 CERTIFICATE = Path(__file__).parents[1] / "certificate"
 PAGE = "https://app.example"
 NODE = f"""

@@ -11,8 +11,6 @@ import torch
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 WIDTH: Final = 512
 LAYERS: Final = 4
 MODEL_NBYTES: Final = LAYERS * WIDTH * WIDTH * 4

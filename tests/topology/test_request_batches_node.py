@@ -10,8 +10,6 @@ import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 FUNCTION = """
 import os, time
 import msgspec, torch
@@ -72,12 +70,12 @@ def behind_a_gate(node: TestNode, gate: str, *asked: tuple[float, str]) -> list[
 
     first = threading.Thread(target=ask, args=(node, 0.0, "", str(path)))
     first.start()
-    node.wait(lambda: f"at {path}" in node.log_of("batched"), 20, "the first to run")
+    node.wait(lambda: f"at {path}" in node.log_of("batched"), 60, "the first to run")
     threads = []
     for index in range(len(asked)):
         threads.append(threading.Thread(target=call, args=(index,)))
         threads[-1].start()
-        node.wait(lambda: _running(node) == len(threads) + 1, 20, "it to come")
+        node.wait(lambda: _running(node) == len(threads) + 1, 60, "it to come")
     path.touch()
     for thread in (first, *threads):
         thread.join()

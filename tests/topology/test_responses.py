@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(240)
-
 TEMPLATE: Final = (
     "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}<tool_call>{% endif %}"
     "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}({{ c.function.name }} "

@@ -16,7 +16,6 @@ from dormouse.core.sandbox import seccomp
 from dormouse.core.sandbox.cgroups import folder_name
 
 COLD = True  # what an instance finds in its memory
-pytestmark = pytest.mark.timeout(240)
 LIBRARIES = {"n4_crashes": "import ctypes\nctypes.string_at(1)", "n4_raises": "raise OSError('no')"}
 
 

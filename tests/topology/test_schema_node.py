@@ -12,8 +12,6 @@ import pytest
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
-pytestmark = pytest.mark.timeout(180)
-
 FUNCTION = """
 import msgspec
 

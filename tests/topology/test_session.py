@@ -10,8 +10,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 PROGRAM = """
     import sys, threading, time, torch
     assert torch.cuda.is_available() and torch.cuda.device_count() == 1

@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 ASKED = [(name, f"{name} {n}") for name in ("one", "two") for n in range(2)]
 TENANTS = 'tenants = "many"'
 
@@ -90,7 +88,7 @@ def test_two_functions_of_a_tenant_share_a_runtime(
     assert "".join(parts) + rest(stream) == expected(model, "goes on", 150)
     assert runtimes(node) == [pid]
     node.remove("two")
-    node.wait(lambda: runtimes(node) == [], 30, "the runtime to end with the last of its instances")
+    node.wait(lambda: runtimes(node) == [], 60, "the runtime to end with the last of its instances")
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "function"}, {"tenant": "other"}, {"context": 128}])
@@ -120,7 +118,7 @@ def test_while_the_weights_of_one_come_others_that_are_there_compute(tmp_path: P
             deploy(slow, name, tmp_path / name, ttft="10s", tpot="10s", percentile=50.0)
         assert ask(client, "first", 20, "here") == expected(here, "first", 20)
         late = pool.submit(ask, client, "waits", 20, "there")
-        slow.wait(lambda: slow.status()["gpus"]["0"]["busy_with"] == "there", 30, "the wake of the other one")
+        slow.wait(lambda: slow.status()["gpus"]["0"]["busy_with"] == "there", 60, "the wake of the other one")
         answers: list[str] = []
         while len(answers) < 5 and not late.done():
             answers.append(ask(client, f"number {len(answers)}", 20, "here"))

@@ -12,7 +12,7 @@ import torch
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 LAYERS: Final = 6
 WIDTH: Final = 512  # a layer has 1 MiB

@@ -18,7 +18,6 @@ from dormouse.core.node.testing import TestNode, kept_running
 from dormouse.schemas import admin as a
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(os.getuid() != 0, reason="needs the rights to become other users"),
 ]
 

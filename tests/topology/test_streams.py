@@ -16,8 +16,6 @@ import torch
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas import messages as m
 
-pytestmark = pytest.mark.timeout(240)
-
 FUNCTION: Final = """
 import asyncio, time
 import torch

@@ -13,8 +13,6 @@ from llm_node import CONFIG, ORDINARY, ask, connected, deploy
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(300)
-
 TENANTS = """
 [tenants.lab]
 requests_s = 0.01

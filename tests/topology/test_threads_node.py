@@ -6,8 +6,6 @@ import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
-pytestmark = pytest.mark.timeout(180)
-
 FUNCTION = """
     import threading, torch
     from torch.utils.data import DataLoader, Dataset

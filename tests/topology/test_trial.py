@@ -12,7 +12,6 @@ import pytest
 from dormouse.core.config import NodeConfig, NodeSection, SandboxSection
 from dormouse.core.node import doctor
 
-pytestmark = pytest.mark.timeout(120)
 AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")
 AS_NOBODY = ("unshare", "--user", "--map-user=54321", "--map-group=54321")
 

@@ -14,7 +14,6 @@ from worlds_rig import WAIT_S, first_world, make_second_python, rig, second_worl
 from dormouse.core.sandbox.world import World
 
 COLD = True  # zygotes of other interpreters
-pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox.world import World
 
 COLD = True  # as in test_worlds.py
-pytestmark = pytest.mark.timeout(240)
-
 # The supervisor of a whole node, with more worlds than a node file can name.
 NODE = """
 import sys, msgspec, uvloop

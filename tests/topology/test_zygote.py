@@ -29,7 +29,6 @@ LAYOUT = m.Arena(request_nbytes=1 << 20, response_nbytes=1 << 20, stream_nbytes=
 DEVICE = m.DeviceInfo(name="test", total_nbytes=1 << 30, capability=(8, 0), multiprocessors=1)
 ECHO = "def load():\n    return 1\n\ndef handle(state, request):\n    return {'state': state, 'request': request}\n"
 WAIT_S = 60.0
-pytestmark = pytest.mark.timeout(240)
 
 
 class Instance:

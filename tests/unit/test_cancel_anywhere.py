@@ -21,7 +21,7 @@ from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
 
 pytestmark = [
-    pytest.mark.timeout(60, method="thread"),  # a loop that never ends would catch what the other one raises
+    pytest.mark.timeout(300, method="thread"),  # a loop that never ends would catch what the other one raises
     pytest.mark.filterwarnings(
         "ignore:.*coroutine:pytest.PytestUnraisableExceptionWarning"
     ),  # cancelled before it began

@@ -14,8 +14,6 @@ from dormouse.client_shim.instance.hints import Hints
 from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
 
-pytestmark = pytest.mark.timeout(20)
-
 
 class PlayedRouter:
     """Says what the test lets it say, and keeps what it is told."""

@@ -17,7 +17,6 @@ from dormouse.core.node.testing import running_node
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason=f"torch {torch.__version__} is not built for CUDA"),
-    pytest.mark.timeout(240),
 ]
 
 DRIVER = """

@@ -405,7 +405,7 @@ def held_pins(control: Control, device: CudaDevice) -> threading.Event:
     pin = host.HostSlab.pin
 
     def late(self: host.HostSlab, index: int) -> None:
-        assert go.wait(30)
+        assert go.wait(60)
         pin(self, index)
 
     host.HostSlab.pin = late  # type: ignore[method-assign]
@@ -639,7 +639,7 @@ def test_an_error_that_nobody_asked_for_is_noticed(control: Control) -> None:
     with_slab(device)
     control.fail("copy", 1, 700, sticky=True)
     job = device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None)
-    assert noticed.wait(10)
+    assert noticed.wait(60)
     assert job.finished.is_set()
     for wait in (job.events[0].handle, job.join):
         with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):

@@ -30,7 +30,7 @@ __all__ = ["cuda_server"]
 
 G = 2 * MIB
 AT = 10 * MIB  # where the granules are mapped
-WAIT_S = 30.0  # for the other process, which may have failed
+WAIT_S = 60.0  # for the other process, which may have failed
 READ, BOTH = 1, 3  # CU_MEM_ACCESS_FLAGS_PROT_READ, _READWRITE
 
 

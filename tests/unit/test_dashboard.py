@@ -216,7 +216,7 @@ class Reader:
     async def next(self) -> tuple[str, Any]:
         while not self.frames:
             self.news.clear()
-            await asyncio.wait_for(self.news.wait(), 5)
+            await asyncio.wait_for(self.news.wait(), 60)
         return self.frames.pop(0)
 
 
@@ -354,7 +354,7 @@ def test_who_would_not_be_let_in_any_more_watches_no_more() -> None:
         assert (await stays.next())[0] == "change"
         assert (goes.watcher.left.done(), goes.frames, stays.watcher.left.done()) == (True, [], False)
         world.revoked.add(first)
-        await asyncio.wait_for(stays.watcher.left, 5)
+        await asyncio.wait_for(stays.watcher.left, 60)
         assert not world.sampler.watched
         for reader in (stays, goes):
             world.sampler.leave(reader.watcher)  # as the transport does when it has ended
@@ -366,7 +366,7 @@ def test_a_sampler_that_raises_ends_its_watchers_and_not_the_node() -> None:
     async def work(world: World) -> None:
         world.said = {}
         reader = Reader(world)
-        await asyncio.wait_for(reader.watcher.left, 5)
+        await asyncio.wait_for(reader.watcher.left, 60)
         world.sampler.leave(reader.watcher)
         assert not world.sampler.watched
         world.said = status("shop-a")

@@ -129,7 +129,7 @@ def test_what_the_host_keeps_for_a_wake_is_bounded(small: World) -> None:
     asked: list[m.Fetch] = []
     open_, most = 0, 0
     while len(asked) < 4 or open_:
-        effect = small.effects.get(timeout=30)
+        effect = small.effects.get(timeout=60)
         if isinstance(effect, m.Fetch):
             assert len(effect.segments) == 1
             asked.append(effect)

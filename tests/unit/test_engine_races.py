@@ -127,9 +127,9 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
     monkeypatch.setattr(arrival, "issued_by", waiting)
     frame = threading.Thread(target=world.frame, args=(1, 1, wire.DOWNLOAD, 7, 0, 0, -1), kwargs={"metas": META})
     frame.start()
-    assert waits.wait(30)
+    assert waits.wait(60)
     world.heard(world.hear, m.Revoke(serial=1))
-    frame.join(30)
+    frame.join(60)
     assert not frame.is_alive()
     assert world.until(m.Done).outcome == "revoked"
 
@@ -255,7 +255,7 @@ def mappings_exhausted() -> Iterator[None]:
 def test_no_mapping_to_be_had_in_the_middle_of_a_wake() -> None:
     """That wake fails and says why, other models stay, and it can be tried again."""
     world = World("pages", 12 * MIB)
-    world.device.populated.wait(30)  # type: ignore[attr-defined]
+    world.device.populated.wait(60)  # type: ignore[attr-defined]
     world.engine.manifest(manifest("b", 11, 12, 13))
     world.engine.manifest(manifest("a", *range(14, 20)))
     world.wake(1, "b")

@@ -21,7 +21,7 @@ from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 ZEROS, ONES = bytes(16), bytes([1]) * 16  # of storages 0 and 1
 
 

@@ -205,7 +205,7 @@ def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World])
             spill()
             if condition():
                 return
-            assert world.told.wait(30.0)
+            assert world.told.wait(60)
 
     for number, name in enumerate(world.names):
         serial = number + 1

@@ -110,7 +110,7 @@ MEETS = """
 import pathlib, sys, time
 here, other = (pathlib.Path(sys.argv[1]) / name for name in sys.argv[2:4])
 here.touch()
-end_s = time.monotonic() + 20
+end_s = time.monotonic() + 60
 while not other.exists():
     assert time.monotonic() < end_s
     time.sleep(0.01)
@@ -143,7 +143,7 @@ def test_one_file_has_all_that_there_was_also_of_a_run_that_is_ended(
     monkeypatch.setattr(script.tempfile, "gettempdir", lambda: str(temporary))
     monkeypatch.setattr(script, "PACK_S", 0.01)
     with script.packing(out, file):
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + 60
         while not file.exists():
             assert time.monotonic() < end_s
             time.sleep(0.01)

@@ -66,7 +66,7 @@ def test_messages_arrive_in_order_whoever_starts_first(
         )
         for _ in range(1000):
             client.send(m.Heartbeat())
-        await asyncio.wait_for(done.wait(), 30)
+        await asyncio.wait_for(done.wait(), 60)
         assert heard[0] == m.Ready()
         client.close()
         server.close()
@@ -89,7 +89,7 @@ def test_what_the_binder_says_before_anyone_connects_is_kept(
         client: Link[m.FromSupervisor, m.ToSupervisor] = Connecting(
             f"{directory}/l", bind=False, incoming=m.FromSupervisor, on_message=heard.set_result
         )
-        assert await asyncio.wait_for(heard, 30) == m.Peers(up={"router": 1})
+        assert await asyncio.wait_for(heard, 60) == m.Peers(up={"router": 1})
         client.close()
         server.close()
 
@@ -128,7 +128,7 @@ def test_a_message_that_comes_while_the_first_ones_leave_is_heard(directory: str
             return try_send(data)
 
         server._try_send = meanwhile  # type: ignore[method-assign]
-        assert await asyncio.wait_for(heard, 10) == b"from the one that connects"
+        assert await asyncio.wait_for(heard, 60) == b"from the one that connects"
         assert await asyncio.to_thread(client.recv, 10.0) == b"from the one that binds"
         client.close()
         server.close()
@@ -144,7 +144,7 @@ def test_last_words_leave_a_process_that_ends(directory: str) -> None:
         assert child.stdout.readline() == b"closed\n"
         heard = asyncio.get_running_loop().create_future()
         server = RawZmqLink(f"{directory}/l", bind=True, on_message=heard.set_result)
-        assert await asyncio.wait_for(heard, 30) == b"why"
+        assert await asyncio.wait_for(heard, 60) == b"why"
         server.close()
 
     words = [sys.executable, "-P", "-c", LAST_WORDS, f"{directory}/l"]
@@ -167,7 +167,7 @@ def test_garbage_is_reported_and_the_link_lives_on(directory: str) -> None:
         client.send_raw(b"")
         client.send_raw(b"\x93\x01\x02\x03")
         client.send_raw(b"\x91\x01")
-        assert await asyncio.wait_for(good, 30) == m.Ready()
+        assert await asyncio.wait_for(good, 60) == m.Ready()
         assert len(garbage) == 3
         client.close()
         server.close()
@@ -635,7 +635,7 @@ def test_descriptors_arrive_with_their_message(directory: str) -> None:
         ours.view[:5] = b"hello"
         sender: PacketSocket[m.InboxPacket, m.InboxPacket] = PacketSocket.connect(f"{directory}/i", m.InboxPacket)
         sender.send(m.SlabMade(slab=3, nbytes=ours.nbytes, pinnable=True), [ours.fd])
-        packet, fds = await asyncio.wait_for(arrived, 30)
+        packet, fds = await asyncio.wait_for(arrived, 60)
         assert packet == m.SlabMade(slab=3, nbytes=ours.nbytes, pinnable=True)
         theirs = SharedMemory.adopt(fds[0], packet.nbytes)
         assert bytes(theirs.view[:5]) == b"hello"

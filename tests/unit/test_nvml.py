@@ -45,7 +45,7 @@ def looked(library: Path | None, *uuids: str, **settings: str) -> list[GpuPlace]
     folder = str(library.parent) if library is not None else "/nowhere"
     environment = {**os.environ, "LD_LIBRARY_PATH": folder, **{f"FAKE_NVML_{k}": v for k, v in settings.items()}}
     words = [sys.executable, "-P", "-c", LOOK, *uuids]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=90, check=True)
     return msgspec.convert(json.loads(done.stdout), list[GpuPlace])
 
 

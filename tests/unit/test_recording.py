@@ -233,7 +233,7 @@ print(len(said), *said, recorder.on)
 def test_a_disk_that_takes_no_more_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "record"
     words = [sys.executable, "-c", FULL, str(path), str(Path(__file__).parent)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=90)
     assert done.stdout == "1 File too large False\n", done.stderr
     assert 60_000 < path.stat().st_size < 100_000, "what was written before is kept"
     recording = Recording(str(path))
@@ -287,7 +287,7 @@ def replayed(path: Path, *words: str, hash_seed: str = "0") -> "subprocess.Compl
     """`dormouse replay` in a process of its own, in which sets of strings have another order."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(path), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def try_escapes(level: str) -> dict[str, Any]:
         Path(folder, "s/functions").mkdir(mode=0o755)
         Path(folder, "s/functions/data.txt").write_text("weights")
         command = [sys.executable, "-P", "-c", ZYGOTE, level, folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         assert "status" in found, (found, done.stderr)

@@ -776,7 +776,6 @@ def test_a_turn_that_is_not_used_goes_to_one_who_waits_and_comes_back() -> None:
     core.check()
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(("placement", "small_nbytes"), [("completion", 2 * GIB), ("bound", 6 * GIB)])
 def test_a_turn_is_taken_where_the_only_room_is(placement: str, small_nbytes: int) -> None:
     """GPU 0 is free and has no room; on GPU 1, a lease does not use its turn. Waiting for it would be for ever."""

@@ -195,7 +195,7 @@ class SlowIndex(Index):
 
     def keep(self, *what: Any) -> None:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         if self.broken:
             raise sqlite3.OperationalError("disk I/O error")
         super().keep(*what)
@@ -552,7 +552,7 @@ def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_p
     class Slow(SegmentFiles):
         def read(self, fingerprint: bytes, key: bytes, into: memoryview) -> None:
             reading.set()
-            assert uploaded.wait(30)
+            assert uploaded.wait(60)
             super().read(fingerprint, key, into)
 
     async def test() -> None:

@@ -49,7 +49,7 @@ def starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Wa
     command = [sys.executable, "-c", PROGRAM, str(file), *LIBRARIES, "not_installed.part"]
     statuses: list[int] = []
     for _ in range(len(LIBRARIES) + 1):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90)
         statuses.append(done.returncode)
         if done.returncode == 0 and "ready with" in done.stdout:
             break
@@ -79,7 +79,7 @@ def test_n4_waiting_for_a_processor_is_no_hanging(tmp_path: Path) -> None:
     program = PROGRAM.replace("found =", "import time\npreload._queued_s = time.monotonic\nfound =", 1)
     for text, status in ((program, 0), (program.replace("time.monotonic\n", "lambda: 0.0\n"), 1)):
         command = [sys.executable, "-c", text, str(tmp_path / "warming"), "sleeps"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
         assert done.returncode == status, done.stderr
     assert preload._queued_s() > 0.0 or not Path("/proc/self/schedstat").exists()
 
