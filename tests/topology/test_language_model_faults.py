@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,7 +110,7 @@ def test_a_runtime_that_does_not_yield_is_ended_and_the_gpu_is_not(
     node: TestNode, model: PreTrainedModel, client: openai.OpenAI
 ) -> None:
     executor = node.pids()["gpu0"]
-    talk = Talk(node, "stand still", 180)
+    talk = Talk(node, "stand still", 600)  # it is not to be over before its runtime stands still
     talk.heard(3)
     pid = only_runtime(node)
     os.kill(pid, signal.SIGSTOP)
@@ -126,6 +127,7 @@ def test_a_runtime_that_dies_before_the_first_token(
     pid = only_runtime(node)
     os.kill(pid, signal.SIGSTOP)  # what it is asked for now has no token when it dies
     talk = Talk(node, "nothing said", 60)
+    node.wait(lambda: node.status()["functions"]["chat"]["running"] == 1, 60, "its instance to have it")
     assert node.result("ordinary", 2) == 999000.0  # when it has been ended for its silence
     assert pid not in runtimes(node)
     talk.check(model)
@@ -138,7 +140,7 @@ def test_eight_streams_go_on_when_their_executor_dies(node: TestNode, model: Pre
     pid = node.kill("gpu0")
     for talk in talks:
         talk.check(model)
-    assert node.pids()["gpu0"] != pid
+    node.replaced("gpu0", pid)
 
 
 def all_heard(talks: list[Talk], parts: int) -> None:
@@ -167,8 +169,9 @@ def test_a_runtime_that_is_killed_at_any_moment_gives_all_memory_back(
         POINTS[chosen.choice(list(POINTS))](talks)
         time.sleep(chosen.random() / 20)  # any moment near it; no answer depends on which
         for pid in runtimes(node):
-            os.kill(pid, signal.SIGKILL)
-            killed += 1
+            with suppress(ProcessLookupError):  # one of before is gone by now
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
         assert node.result("ordinary", 2) == 999000.0
         for talk in talks:
             talk.check(model)

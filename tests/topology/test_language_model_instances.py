@@ -22,8 +22,8 @@ def talk_until(node: TestNode, client: openai.OpenAI, answers: dict[str, set[str
     """Many clients at once, each with another question after the other."""
 
     def talk(number: int) -> None:
-        while not stop.is_set():
-            text = f"client {number}"
+        text = f"client {number}"
+        while text not in answers or not stop.is_set():
             answers.setdefault(text, set()).add(ask(client, text, 60))
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(CLIENTS)]

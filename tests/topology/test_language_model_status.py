@@ -56,10 +56,11 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
 
     No comment comes before them: with it the headers would leave, before there is anything to tell.
     """
-    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
+    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n').replace("2000", "600000")
+    config += "[limits]\nheartbeat_ms = 60000\n"
     make_folder(tmp_path)
     with running_node(config) as slow, connected(slow) as client:
-        deploy(slow, "chat", tmp_path, ttft="10s", tpot="10s", percentile=50.0)
+        deploy(slow, "chat", tmp_path, ttft="60s", tpot="10s", percentile=50.0, timeout="100s")
         sent: Any = {"model": "chat", "messages": say(1), "max_tokens": 9, **GREEDY}
         timings, places = [], list[str]()
         for stream in (True, True, False):

@@ -153,15 +153,19 @@ def test_stop_strings_end_it_before_them(model: PreTrainedModel, client: openai.
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_equal_beginnings_are_told_as_cached(model: PreTrainedModel, client: openai.OpenAI) -> None:
+def test_equal_beginnings_are_told_as_cached(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     text = "a beginning that is quite long, and no other test has it"
-    ask(client, text)
-    answer = client.chat.completions.create(
-        model="chat", messages=[{"role": "user", "content": text}], max_tokens=2, **GREEDY
-    )
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 48
+
+    def cached() -> int:
+        answer = client.chat.completions.create(
+            model="chat", messages=[{"role": "user", "content": text}], max_tokens=2, **GREEDY
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached() < 48
+    node.wait(lambda: cached() >= 48, 60, "two that come within the time of a seat")
 
 
 def test_a_beginning_is_kept_until_another_model_needs_the_room(tmp_path: Path) -> None:
@@ -200,12 +204,11 @@ def test_many_clients_and_an_ordinary_function(node: TestNode, model: PreTrained
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
-    asked = 0
-    while any(thread.is_alive() for thread in threads):
+    alive = True
+    while alive:  # once after they have ended
+        alive = any(thread.is_alive() for thread in threads)
         assert node.result("ordinary", 2) == 999000.0
-        asked += 1
     assert found == expected
-    assert asked > 0
 
 
 def _say(number: int) -> Any:
@@ -216,11 +219,11 @@ def test_streams_go_on_when_their_runtime_dies(node: TestNode, model: PreTrained
     expected = generated(model, prompt_tokens([{"role": "user", "content": "live on"}]), 180)
     stream = streaming(client, "live on", 180)
     start = next(stream).choices[0].delta.content or ""
-    pid = only_runtime(node)
+    pid, executor = only_runtime(node), node.pids()["gpu0"]
     os.kill(pid, signal.SIGKILL)
     assert start + rest(stream) == expected
-    assert pid not in runtimes(node)
-    assert node.pids()["gpu0"] == node.pids()["gpu0"]
+    node.wait(lambda: pid not in runtimes(node), 60, "its end")
+    assert node.pids()["gpu0"] == executor
 
 
 def test_streams_go_on_when_their_executor_dies(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
@@ -230,8 +233,8 @@ def test_streams_go_on_when_their_executor_dies(node: TestNode, model: PreTraine
     before = runtimes(node)
     pid = node.kill("gpu0")
     assert start + rest(stream) == expected
-    assert node.pids()["gpu0"] != pid
-    assert not set(before) & set(runtimes(node)), "a runtime has outlived its executor"
+    node.replaced("gpu0", pid)
+    node.wait(lambda: not set(before) & set(runtimes(node)), 60, "the runtimes to end with their executor")
 
 
 def test_a_second_death_ends_them_with_an_error(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
@@ -422,9 +425,10 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
     node: TestNode, model: PreTrainedModel, client: openai.OpenAI
 ) -> None:
     """While it computes: weights can be read, KV can be written, and nothing else of the pool is there."""
-    stream = streaming(client, "look at me", 200)
+    stream = streaming(client, "look at me", 1900)
     next(stream)
     pid = only_runtime(node)
+    os.kill(pid, signal.SIGSTOP)  # else it may give its memory back before all is seen
     status = _status(pid)
     assert (status["Seccomp"], status["NoNewPrivs"], int(status["CapEff"], 16)) == ("2", "1", 0)
     maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:" in line]
@@ -443,6 +447,7 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
         uid = int(status["Uid"].split()[0])
         assert uid not in (0, int(_status(instance)["Uid"].split()[0]))
         assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+    os.kill(pid, signal.SIGCONT)
     stream.close()
 
 
@@ -466,7 +471,7 @@ def test_kv_that_is_returned_is_unmapped(tmp_path: Path) -> None:
     a pool of small granules, four extents lie in four at least.
     """
     make_folder(tmp_path)
-    with running_node(CONFIG.replace("64MiB", "32MiB")) as small:
+    with running_node(CONFIG.replace("64MiB", "32MiB").replace("2000", "600000")) as small:
         deploy(small, "chat", tmp_path)
         with connected(small) as client:
             ask(client, "map", 2)

@@ -60,7 +60,7 @@ def test_an_adapter_that_is_removed_is_not_mapped_any_more_where_others_are_comp
     """On a node of its own, where nobody else comes and goes meanwhile."""
     make_folder(tmp_path / "chat")
     save_adapter(tmp_path / "gone", base_model(), r=240, target_modules=ALL)
-    with running_node(CONFIG) as node, connected(node) as client:
+    with running_node(CONFIG.replace("2000", "600000")) as node, connected(node) as client:
         deploy(node, "chat", tmp_path / "chat")
         node.admin.deploy("gone", modelfolder.find_adapter(str(tmp_path / "gone")), {"base": "chat"})
         stream = streaming(client, "a long one", 150)

@@ -67,7 +67,7 @@ def test_two_functions_of_a_tenant_share_a_runtime(
     assert node.status()["functions"]["one"]["runtimes"][0]["functions"] == ["one", "two"]
     assert [row["llm"]["isolation"] for row in node.admin.functions()] == ["tenant", "tenant"]
 
-    stream, killed = streaming(client, "a long one", 150, "two"), streaming(client, "resumes", 100, "one")
+    stream, killed = streaming(client, "a long one", 150, "two"), streaming(client, "resumes", 1900, "one")
     parts = [next(stream).choices[0].delta.content or "" for _ in range(3)]
     assert next(killed).choices
     os.kill(pid, signal.SIGSTOP)  # so that it has not said all before its instance is found
@@ -120,10 +120,10 @@ def test_while_the_weights_of_one_come_others_that_are_there_compute(tmp_path: P
         late = pool.submit(ask, client, "waits", 20, "there")
         slow.wait(lambda: slow.status()["gpus"]["0"]["busy_with"] == "there", 60, "the wake of the other one")
         answers: list[str] = []
-        while len(answers) < 5 and not late.done():
-            answers.append(ask(client, f"number {len(answers)}", 20, "here"))
+        while len(answers) < 2 and not late.done():
+            answers.append(ask(client, f"number {len(answers)}", 5, "here"))
         assert not late.done(), f"{len(answers)} answers in all of the copy's time"
-        assert answers == [expected(here, f"number {number}", 20) for number in range(5)]
+        assert answers == [expected(here, f"number {number}", 5) for number in range(2)]
         assert late.result() == expected(there, "waits", 20)
 
 

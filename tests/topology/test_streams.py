@@ -246,7 +246,7 @@ def _last_step(node: TestNode) -> int:
     def stays() -> bool:
         steps = [int(line.split()[1]) for line in node.log_of("parts").splitlines() if line.startswith("step ")]
         seen.append(steps[-1] if steps else 0)
-        return seen[-1] == seen[-2] > 10
+        return len(seen) > 4 and min(seen[-4:]) == seen[-1] > 10
 
     while not stays():
         time.sleep(0.5)
