@@ -24,6 +24,10 @@ ROOM_S: Final = 10.0
 """So long a body waits for room: a burst is read as fast as it is served, a flood is told to come back."""
 
 
+FORGET_S: Final = 1.0
+"""Pages of a body are kept for the next one so long: new ones are zeroed first, which takes as long as to fill them."""
+
+
 class NoRoom(Exception):
     """The budget is spent."""
 
@@ -47,9 +51,7 @@ class Body:
         if self._pages is None and expected_nbytes > SMALL_NBYTES:
             await self._bodies.take(expected_nbytes)
             self._room_nbytes = expected_nbytes
-            self._pages = mmap.mmap(-1, expected_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them: first writes take ten times as long
-                self._pages.madvise(mmap.MADV_HUGEPAGE)
+            self._pages = self._bodies.pages(expected_nbytes)
             for early in self._chunks:
                 self._pages.write(early)
             self._chunks = []
@@ -63,6 +65,14 @@ class Body:
         else:
             self._pages.write(chunk)
         self.nbytes += len(chunk)
+
+    def rest(self) -> memoryview | None:
+        """Where all that is still to come will lie, once there is room for it; :meth:`filled` follows."""
+        return None if self._pages is None else memoryview(self._pages)[self.nbytes : self._room_nbytes]
+
+    def filled(self) -> None:
+        """The rest has come, and lies there."""
+        self.nbytes = self._room_nbytes
 
     def complete(self) -> "Body":
         """All has come: room that was not needed is given back."""
@@ -79,10 +89,9 @@ class Body:
         if self._pages is not None:
             if isinstance(self.data, memoryview):
                 self.data.release()
-            with contextlib.suppress(BufferError):  # whoever still has a view keeps the pages
-                self._pages.close()
-            self._pages = None
             self._bodies.give(room_nbytes)
+            self._bodies.keep(self._pages)
+            self._pages = None
         self.data = b""
 
 
@@ -94,6 +103,8 @@ class Bodies:
         self.taken_nbytes = 0
         self.unread_nbytes = 0  # of answers; told once a second
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._spare: mmap.mmap | None = None  # pages of the last body that was closed
+        self._forgetting: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
@@ -102,6 +113,27 @@ class Bodies:
 
     def _fits(self, nbytes: int) -> bool:
         return self.taken_nbytes + self.unread_nbytes + nbytes <= self.budget_nbytes
+
+    def pages(self, nbytes: int) -> mmap.mmap:
+        """For so many bytes, which have been taken: the spare ones, or new ones."""
+        spare, self._spare = self._spare, None
+        if spare is not None and nbytes <= len(spare) <= 2 * nbytes:
+            spare.seek(0)
+            return spare
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them: first writes take ten times as long
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return pages
+
+    def keep(self, pages: mmap.mmap) -> None:
+        """For the next body, a while, if nobody else needs the room."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._spare = pages if self._fits(len(pages)) else None
+        self._forgetting = asyncio.get_running_loop().call_later(FORGET_S, self._forget)
+
+    def _forget(self) -> None:
+        self._spare = None
 
     async def take(self, nbytes: int) -> None:
         """Have room, after those who asked before. Raises NoRoom after ROOM_S."""

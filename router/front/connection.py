@@ -22,9 +22,9 @@ from enum import Enum
 from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dormouse.router.front.cycle import Cycle
+from dormouse.router.front.receiver import ReceivingConnection
 from dormouse.schemas.messages import Failure
 
 HEAD_NBYTES: Final = 64 << 10
@@ -59,7 +59,7 @@ class _Phase(Enum):
     BODY = "body"
 
 
-class HttpConnection(HttpToolsProtocol):
+class HttpConnection(ReceivingConnection):
     """See the module."""
 
     cycle: Cycle  # type: ignore[assignment]  # the newest
@@ -67,7 +67,6 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
-        self.below: asyncio.Transport | None = None  # the socket's own, where TLS lies between it and this
         self._phase = _Phase.IDLE
         self._due_s = math.inf  # when the client must have sent what it is sending
         self._read_due_s = math.inf  # when it must have read its answer
@@ -161,6 +160,9 @@ class HttpConnection(HttpToolsProtocol):
         self._due_s += len(body) / PACE_NBYTES
         if not self.cycle.response_complete:
             self.cycle.came(body)
+
+    def received(self, nbytes: int) -> None:
+        self._due_s += nbytes / PACE_NBYTES
 
     def on_chunk_complete(self) -> None:
         self._brought = True

@@ -8,7 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from dormouse.router.front.receiver import ReceivingConnection
 
 UNREAD_NBYTES: Final = 64 << 10
 """Of a body that nobody has taken yet: then its socket is not read."""
@@ -27,7 +29,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Cycle:
     """One request and its answer. ``scope`` has its method, path, query_string, headers and client, as ASGI does."""
 
-    def __init__(self, connection: HttpToolsProtocol, scope: dict[str, Any], keep_alive: bool, awaited: bool) -> None:
+    def __init__(self, connection: ReceivingConnection, scope: dict[str, Any], keep_alive: bool, awaited: bool) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.response_started = False
@@ -72,12 +74,32 @@ class Cycle:
                 transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._awaited = False
             self._connection.flow.resume_reading()
-            self._news = self._connection.loop.create_future()
-            await self._news
+            await self._next_news()
         if self.disconnected:
             raise ClientLeft
         pieces, self._pieces, self._unread_nbytes = self._pieces, [], 0
         return pieces
+
+    async def _next_news(self) -> None:
+        self._news = self._connection.loop.create_future()
+        await self._news
+
+    async def fill(self, room: memoryview) -> bool:
+        """Have the rest of the body, of announced length, received straight into ``room``, which it will fill. False,
+        and nothing has been done, where that cannot be: read it. Raises ClientLeft.
+        """
+        if self._pieces or not self._more or self.disconnected:
+            return False
+        if (receiver := self._connection.receive_into(room)) is None:
+            return False
+        try:
+            while self._more and not self.disconnected:
+                await self._next_news()
+        finally:
+            receiver.close()
+        if self.disconnected:
+            raise ClientLeft
+        return True
 
     def when_left(self, call: Callable[[], object] | None) -> None:
         """Have ``call`` called when the client leaves before its answer is complete; at once if it has. Its body must

@@ -86,6 +86,10 @@ class Exchange:
                     if body.nbytes + len(piece) > limit_nbytes:
                         raise too_large(limit_nbytes)
                     await body.add(piece, expected_nbytes)
+                if announced is not None and (rest := body.rest()):
+                    with rest:
+                        if await self._cycle.fill(rest):
+                            body.filled()
             return body.complete()
 
     async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = JSON) -> None:

@@ -1,18 +1,21 @@
 """Requests and answers on real connections, with applications of a few lines: pieces, pipelines, leaving, idling."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.server import ServerState
 
+from dormouse.router.front.bodies import SMALL_NBYTES, Bodies
 from dormouse.router.front.connection import Bounds, HttpConnection
-from dormouse.router.front.cycle import UNREAD_NBYTES, Cycle
-from dormouse.router.front.exchange import raw_error
+from dormouse.router.front.cycle import UNREAD_NBYTES, ClientLeft, Cycle
+from dormouse.router.front.exchange import Exchange, raw_error
+from dormouse.router.front.receiver import BodyReceiver
 
 WAIT_S = 90.0
 KEEP_ALIVE_S = 30.0
@@ -25,9 +28,15 @@ def post(name: bytes, body: bytes = b"") -> bytes:
 
 
 class Watched(HttpConnection):
-    """Tells when it is lost."""
+    """Tells when it is lost, and when some of a large body has come."""
 
     on_lost: Callable[[], None] | None = None
+    on_received: Callable[[], None] | None = None
+
+    def received(self, nbytes: int) -> None:
+        super().received(nbytes)
+        if self.on_received is not None:
+            self.on_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -88,12 +97,12 @@ async def answered(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     return head, await reader.readexactly(int(lines[b"content-length"]))
 
 
-def run(work: Callable[[], Any]) -> None:
+def run(work: Callable[[], Any], runner: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(WAIT_S):
             await work()
 
-    asyncio.run(bounded())
+    runner(bounded())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, UNREAD_NBYTES, 3 * UNREAD_NBYTES, 1 << 20])
@@ -235,3 +244,131 @@ def test_answers_of_every_form(tmp_path: Path) -> None:
             writer.close()
 
     run(work)
+
+
+LOOPS = pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+LARGE_NBYTES = 40 * SMALL_NBYTES + 1
+
+
+class Received:
+    """An application that answers with the body that it has received, and how it was."""
+
+    def __init__(self) -> None:
+        self.bodies = Bodies(4 * LARGE_NBYTES)
+        self.straight = 0  # bodies whose rest went past the parser
+        self.began = asyncio.Event()
+        self.left = asyncio.Event()
+
+    async def __call__(self, cycle: Cycle) -> None:
+        fill = cycle.fill
+
+        async def filled(room: memoryview) -> bool:
+            filling = asyncio.ensure_future(fill(room))
+            await asyncio.sleep(0)
+            self.began.set()
+            done = await filling
+            self.straight += done
+            return done
+
+        cycle.fill = filled  # type: ignore[method-assign]
+        try:
+            body = await Exchange(cycle, b"1").receive_body(LARGE_NBYTES, self.bodies)
+        except ClientLeft:
+            self.left.set()
+            return
+        data = bytes(body.data)
+        body.close()
+        await cycle.answer(200, (), data)
+
+
+def numbered(nbytes: int) -> bytes:
+    return b"".join(b"%08d" % number for number in range(nbytes // 8 + 1))[:nbytes]
+
+
+@LOOPS
+def test_the_rest_of_a_large_body_is_received_where_it_is_to_lie(
+    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
+    """And the next request, whose first bytes come with its last ones, is one."""
+
+    async def work() -> None:
+        app = Received()
+        async with served(app, tmp_path) as server:
+            reader, writer = await server.connect()
+            large = numbered(LARGE_NBYTES)
+            for number in range(3):
+                writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n")
+                writer.write(b"content-length: %d\r\n\r\n" % LARGE_NBYTES)
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+                writer.write(large + post(b"a", b"after") + post(b"a", b"last"))
+                assert (await answered(reader))[1] == large
+                assert [(await answered(reader))[1] for _ in range(2)] == [b"after", b"last"]
+                assert app.straight == number + 1
+            assert app.bodies.taken_nbytes == 0
+            writer.close()
+
+    run(work, runner)
+
+
+@LOOPS
+@pytest.mark.parametrize("how", ["leaves", "half-closes", "is too slow"])
+def test_a_large_body_that_does_not_come_whole(
+    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None], how: str
+) -> None:
+    async def work() -> None:
+        app = Received()
+        async with served(app, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % LARGE_NBYTES)
+            writer.write(numbered(10 * SMALL_NBYTES))
+            await app.began.wait()
+            receiver = server.only.transport.get_protocol()
+            assert isinstance(receiver, BodyReceiver)
+            came, missing_nbytes = asyncio.Event(), LARGE_NBYTES - 10 * SMALL_NBYTES
+
+            def look() -> None:
+                if receiver.expected_nbytes <= missing_nbytes:
+                    came.set()
+
+            server.only.on_received = look
+            look()
+            await came.wait()  # what is not read makes its end a reset
+            match how:
+                case "leaves":
+                    writer.transport.abort()
+                case "half-closes":
+                    writer.write_eof()
+                case _:
+                    server.only.sweep(asyncio.get_running_loop().time() + 1000.0)
+            await app.left.wait()
+            assert app.bodies.taken_nbytes == 0
+            if how == "is too slow":
+                assert (await reader.read()).startswith(b"HTTP/1.1 408")
+            writer.close()
+
+    run(work, runner)
+
+
+@LOOPS
+def test_who_gives_up_on_a_large_body_can_still_answer(
+    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
+    async def work() -> None:
+        async def impatient(cycle: Cycle) -> None:
+            await cycle.read()
+            filling = asyncio.ensure_future(cycle.fill(memoryview(bytearray(LARGE_NBYTES))))
+            await asyncio.sleep(0)
+            filling.cancel()
+            await asyncio.wait([filling])
+            assert server.only.transport.get_protocol() is server.only  # nothing more is written into the room
+            cycle.keep_alive = False
+            await cycle.answer(503, (), b"later")
+
+        async with served(impatient, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n1" % (LARGE_NBYTES + 1))
+            head, body = await answered(reader)
+            assert (head.split()[1], body) == (b"503", b"later")
+            writer.close()
+
+    run(work, runner)

@@ -93,3 +93,46 @@ def test_who_waits_too_long_is_told_and_holds_nobody_up(monkeypatch: pytest.Monk
         assert (bodies.waiting, bodies.taken_nbytes) == (0, 0)
 
     run(work())
+
+
+def test_pages_of_a_body_serve_the_next_one_and_show_nothing_of_it() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(4 * MIB)
+        first = await filled(bodies, 2 * MIB, b"a")
+        pages = first._pages
+        first.close()
+        second = b.Body(bodies)
+        await second.add(b"b" * 100_000, MIB + 7)
+        assert second._pages is pages
+        rest = second.rest()
+        assert rest is not None
+        with rest:
+            assert len(rest) == MIB + 7 - 100_000
+            rest[:] = b"c" * len(rest)
+        second.filled()
+        assert bytes(second.complete().data) == b"b" * 100_000 + b"c" * (MIB + 7 - 100_000)
+        assert bodies.taken_nbytes == MIB + 7
+        second.close()
+        assert bodies.taken_nbytes == 0
+
+    run(work())
+
+
+def test_pages_are_not_kept_that_others_have_no_room_for() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(3 * MIB)
+        held, first = await filled(bodies, 2 * MIB), await filled(bodies, MIB)
+        first.close()
+        assert bodies._spare is not None
+        again = await filled(bodies, MIB)
+        assert bodies._spare is None
+        other = asyncio.ensure_future(filled(bodies, MIB))
+        await asyncio.sleep(0)
+        again.close()  # who waited has the room now
+        assert bodies._spare is None
+        (await other).close()
+        held.close()
+        bodies._forget()
+        assert (bodies._spare, bodies.taken_nbytes) == (None, 0)
+
+    run(work())
