@@ -76,9 +76,9 @@ class Router(Actor):
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
         counts, limits_of_tenants = ServedCounts(self._tell), TenantLimits(config.tenants)
-        drain = Draining(self.paths.drained, lambda: self.requests.left + self._jobs.begun)
+        drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.begun)
         self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
-        self._jobs = Jobs(self)
+        self.jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell)
         self.traces = Outbox(self, config.tracing)
@@ -109,14 +109,14 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self._jobs, self._vault)
+        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self.jobs, self._vault)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
-        self._jobs.open()
+        self.jobs.open()
         self.traces.open()
         self._watch = Sampler(self, admin.status, gate.admits)
         administer = partial(adminhttp.route, admin, self.scrapes, self._watch, PageFiles())
-        application = Application(self, gate, administer, JobsHttp(self._jobs))
+        application = Application(self, gate, administer, JobsHttp(self.jobs))
         self._http = HttpServer(self, application, self.requests.bodies.unread)
         await self._http.listens()
         self._sessions.open(self.paths.attach)
@@ -125,7 +125,7 @@ class Router(Actor):
     async def stop(self) -> None:
         self._shell.close()
         self._sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
-        await self._jobs.stop()
+        await self.jobs.stop()
         self.requests.stop()
         if self._watch is not None:
             self._watch.close()

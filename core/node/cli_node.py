@@ -148,6 +148,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  max_instances: how many there may be at once; writes:
                  requests of a stateless function that changed its model,
                  after which there is one instance), and
+                 jobs (by state: queued begun succeeded failed cancelled)
                  nbytes peak_activation_nbytes resident_on gpu_nbytes.N
                  host_nbytes file_nbytes shared_nbytes
                  shared_with (at most 20 of shared_count)

@@ -2,6 +2,7 @@
 one function; or all tables. Decides nothing.
 """
 
+from collections import Counter
 from typing import Any, Final
 
 import click
@@ -28,6 +29,7 @@ RUNTIME: Final = [
 ]  # fmt: skip
 LIMITS: Final = ("share", "gpu_memory", "requests_s", "tokens_s")
 TENANT: Final = ["tenant", "functions", "share", "over it", "gpu_memory", "requests_s", "tokens_s"]
+JOBS: Final = ("queued", "begun", "succeeded", "failed", "cancelled")
 WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
@@ -52,8 +54,10 @@ def screen(value: dict[str, Any], height: int) -> None:
     if value.get("store"):
         click.echo(store_line(value["store"]))
     table([screen_gpu_row(number, gpu) for number, gpu in value["gpus"].items()], SCREEN_GPU)
+    if said := jobs_line(value["functions"]):
+        click.echo(said)
     functions = sorted(value["functions"].items(), key=lambda item: standing(item[1]))
-    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6)
+    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6 - bool(said))
     table([overview_row(name, row) for name, row in functions[:left]], OVERVIEW)
     if len(functions) > left:
         click.echo(f"and {len(functions) - left} functions more: dormouse status --all")
@@ -100,6 +104,8 @@ def one(value: dict[str, Any], name: str) -> None:
     for text in problems(only | {"node": value["node"] | {"missing": [], "down": {}}, "gpus": {}, "waits": NO_WAITS}):
         if text.startswith(f"{name} "):
             problem_line(text)
+    if said := jobs_line(only["functions"]):
+        click.echo(said)
     function_tables(only)
     table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)
 
@@ -113,6 +119,8 @@ def show(value: dict[str, Any]) -> None:
     if value.get("store"):
         click.echo(store_line(value["store"]))
     table([gpu_row(number, gpu) for number, gpu in value["gpus"].items()], GPU)
+    if said := jobs_line(value["functions"]):
+        click.echo(said)
     function_tables(value)
     limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
     table([tenant_row(name, row) for name, row in limited.items()], TENANT)
@@ -130,6 +138,15 @@ def function_tables(value: dict[str, Any]) -> None:
     models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
     table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
     table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
+
+
+def jobs_line(functions: dict[str, Any]) -> str:
+    """Of all functions together; "" if there are none."""
+    counts = Counter[str]()
+    for row in functions.values():
+        counts.update(row.get("jobs", {}))
+    said = ", ".join(f"{counts[state]} {state}" for state in JOBS if counts[state])
+    return f"jobs: {said}" if said else ""
 
 
 def tenant_row(name: str, row: dict[str, Any]) -> dict[str, Any]:

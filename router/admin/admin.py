@@ -450,7 +450,7 @@ class Admin:
         yield a.Said(data=result.body, kind="" if result.kind == "application/json" else result.kind)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return overview.functions(self._picture, self._requests.stats)
+        return overview.functions(self._picture, self._requests.stats, self._jobs.book.words)
 
     @contextmanager
     def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:

@@ -1,6 +1,7 @@
 """What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from msgspec.structs import asdict
@@ -60,8 +61,10 @@ def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | 
     return found if found is not None and found.tenant == spec.tenant else None
 
 
-def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
-    """A row of each, as `dormouse ls` has it."""
+def functions(
+    picture: RouterState, stats: dict[str, FunctionStats], jobs: Callable[[str, str], dict[str, int]]
+) -> list[dict[str, Any]]:
+    """A row of each, as `dormouse ls` has it. ``jobs(function, tenant)``: how many it has, by state."""
     rows = []
     for name, function in sorted(picture.functions.items()):
         instance = picture.instances.get(function.instance or "")
@@ -96,6 +99,7 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "writes": function.writes,
                 "queued": len(function.queue),
                 "running": sum(running(picture.instances[each]) for each in function.instances),
+                "jobs": jobs(name, spec.tenant),
                 **(stat := own(stats, spec) or NOTHING).summary(),
                 "llm": None
                 if spec.llm is None

@@ -20,6 +20,7 @@ from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats, TokenStats
+from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
@@ -49,6 +50,7 @@ class Node(Protocol):
     supervisor: Any
     requests: Requests
     traces: Outbox
+    jobs: Jobs
 
     @property
     def picture(self) -> RouterState: ...
@@ -122,7 +124,15 @@ class Scrapes:
             raise PeerLost("it has died meanwhile")
         picture, stats, now_s = self._node.picture, self._node.requests.stats, time.monotonic()
         functions = [
-            counted(picture, name, function, overview.own(stats, function.spec), now_s, now_s - self._began_s)
+            counted(
+                picture,
+                name,
+                function,
+                overview.own(stats, function.spec),
+                now_s,
+                now_s - self._began_s,
+                self._node.jobs.book.words(name, function.spec.tenant),
+            )
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
         ]
@@ -171,7 +181,13 @@ class Scrapes:
 
 
 def counted(
-    picture: RouterState, name: str, function: ServedFunction, stats: FunctionStats | None, now_s: float, lived_s: float
+    picture: RouterState,
+    name: str,
+    function: ServedFunction,
+    stats: FunctionStats | None,
+    now_s: float,
+    lived_s: float,
+    jobs: dict[str, int],
 ) -> m.FunctionCounted:
     """``stats`` is None if nobody has asked for it since the router's start, ``lived_s`` ago."""
     known = overview.NOTHING if stats is None else stats
@@ -186,6 +202,7 @@ def counted(
         latency=known.latency.told(),
         spent_s=known.spent_s,
         idle_s=lived_s if stats is None else now_s - stats.asked_s,
+        jobs=jobs,
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )
 

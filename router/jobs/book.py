@@ -38,7 +38,8 @@ class JobState(Enum):
 @dataclass(slots=True)
 class Job:
     """``scope``: function, route and key of a request that has an Idempotency-Key, or "". ``patient``: nobody waits for
-    it, so what is turned away is tried again. Times are of the book's clock, ``created`` is of the Unix clock.
+    it, so what is turned away is tried again. Times are of the book's clock, which nobody sets; ``created`` and
+    ``ended`` are of the Unix clock, for people.
     """
 
     id: str
@@ -57,10 +58,18 @@ class Job:
     tries: int = 0
     came_nbytes: int = 0  # of its answer, until that is kept
     due_s: float = 0.0  # not to begin before
+    tried_until_s: float = float("inf")  # what is turned away is not tried again after
     ended_s: float = 0.0
     ended: float = 0.0
     status: int = 0  # of the answer
     code: str = ""  # of an error
+
+    @property
+    def word(self) -> str:
+        """For counts of them: its state, or how it has ended."""
+        if self.state is not JobState.ENDED:
+            return str(self.state.value)
+        return "succeeded" if self.status == 200 else "cancelled" if self.code == "cancelled" else "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,25 @@ class JobBook:
         self._begun_nbytes = 0  # of those of which _begun counts
         self._begun: Counter[str] = Counter()  # by function, of those that nobody waits for
         self._tenants: dict[str, _Tenant] = {}
+        self._words: dict[tuple[str, str], Counter[str]] = {}  # how many, by function and tenant
+
+    def words(self, function: str, tenant: str) -> dict[str, int]:
+        """How many jobs of a function are queued, begun, succeeded, failed and cancelled; of which there are any."""
+        return dict(self._words.get((function, tenant), {}))
+
+    def _becomes(self, job: Job, state: JobState) -> None:
+        self._count_word(job, -1)
+        job.state = state
+        self._count_word(job, 1)
+
+    def _count_word(self, job: Job, jobs: int) -> None:
+        key = job.function, job.tenant
+        words = self._words.setdefault(key, Counter())
+        words[job.word] += jobs
+        if not words[job.word]:
+            del words[job.word]
+            if not words:
+                del self._words[key]
 
     # --- room
 
@@ -142,6 +170,7 @@ class JobBook:
         known = self._tenants.setdefault(job.tenant, _Tenant())
         known.jobs += 1
         self._count(job, job.nbytes)
+        self._count_word(job, 1)
         if job.state is JobState.ENDED:
             known.ended.append(job)
         else:
@@ -160,7 +189,7 @@ class JobBook:
         for job in self._at_once:
             if job.due_s <= now_s:
                 self._at_once.remove(job)
-                job.state = JobState.BEGUN
+                self._becomes(job, JobState.BEGUN)
                 return job
         if self._begun.total() >= MOST_BEGUN:
             return None
@@ -173,7 +202,7 @@ class JobBook:
                 found = first
         if found is not None:
             self._unqueue(found)
-            found.state = JobState.BEGUN
+            self._becomes(found, JobState.BEGUN)
             self._begun[found.function] += 1
             self._count_begun(found, 1)
         return found
@@ -208,7 +237,8 @@ class JobBook:
     def back(self, job: Job, now_s: float) -> None:
         """It has begun and not run: it is first again, after a while. Nobody waits for it."""
         self._leave(job)
-        job.state, job.request = JobState.QUEUED, None
+        self._becomes(job, JobState.QUEUED)
+        job.request = None
         job.due_s = now_s + min(AGAIN_MOST_S, AGAIN_S * 2.0**job.tries)
         job.tries = min(job.tries + 1, 16)
         self._queues.setdefault(job.function, deque()).appendleft(job)
@@ -221,7 +251,8 @@ class JobBook:
             self._leave(job)
         self._count(job, nbytes - job.nbytes)
         job.nbytes, job.status, job.code = nbytes, status, code
-        job.state, job.request, job.ended_s, job.ended = JobState.ENDED, None, now_s, unix_s
+        self._becomes(job, JobState.ENDED)
+        job.request, job.ended_s, job.ended = None, now_s, unix_s
         self._tenants[job.tenant].ended.append(job)
 
     def _leave(self, job: Job) -> None:
@@ -242,6 +273,7 @@ class JobBook:
         else:
             self._leave(job)
         del self.jobs[job.id]
+        self._count_word(job, -1)
         if job.scope and self.keyed.get(job.scope) is job:
             del self.keyed[job.scope]
         self._count(job, -job.nbytes)
@@ -278,6 +310,8 @@ class JobBook:
         assert self._begun_nbytes == sum(sizes)
         assert self._begun_nbytes <= self.limits.begun_nbytes or len([nbytes for nbytes in sizes if nbytes]) == 1
         assert self.nbytes == sum(job.nbytes for job in self.jobs.values()) <= self.limits.nbytes
+        words = Counter((job.function, job.tenant, job.word) for job in self.jobs.values())
+        assert words == {(*key, word): count for key, found in self._words.items() for word, count in found.items()}
         for name, tenant in self._tenants.items():
             own = [job for job in self.jobs.values() if job.tenant == name]
             assert (tenant.jobs, tenant.nbytes) == (len(own), sum(job.nbytes for job in own))

@@ -120,6 +120,7 @@ class Jobs:
             self._number = max(self._number, row.number)
             job = Job(row.id, row.function, row.tenant, row.created, sizes.get(row.id, 0), row.route, row.scope)
             job.digest, job.patient, job.idempotent = row.digest, row.patient, row.idempotent
+            job.tried_until_s = now_s + min(self._wait_s, max(0.0, row.created + self._wait_s - unix_s))
             if row.ended is not None:
                 job.state, job.status, job.code, job.ended = JobState.ENDED, row.status, row.code, row.ended
                 job.ended_s = now_s - min(self.book.limits.keep_s, max(0.0, unix_s - row.ended))
@@ -200,6 +201,7 @@ class Jobs:
         self._number += 1
         job = Job(f"j{secrets.token_hex(12)}", asked.function, tenant, time.time(), len(data), asked.route, scope)
         job.digest, job.patient, job.due_s = digest, asked.patient, float("inf")  # not before it is kept
+        job.tried_until_s = time.monotonic() + self._wait_s
         self.book.add(job)
         row = JobRow(
             job.id, self._number, job.function, tenant, job.route, scope, digest, job.patient, False, asked.labels.id,
@@ -306,7 +308,7 @@ class Jobs:
             self.book.forget(job)
             self._tell(job, outcome.result)
             await self._erase([job.id])
-        elif time.time() - job.created > self._wait_s:
+        elif time.monotonic() > job.tried_until_s:
             await self._end(job, outcome.result)
         else:
             self.book.back(job, time.monotonic())
@@ -499,9 +501,7 @@ def _too_large(limit_nbytes: int) -> Failure:
 
 def said(job: Job, running: bool, limits: JobLimits) -> bytes:
     """For people and programs."""
-    state = "running" if running else "queued"
-    if job.state is JobState.ENDED:
-        state = "succeeded" if job.status == 200 else "cancelled" if job.code == "cancelled" else "failed"
+    state = job.word if job.state is JobState.ENDED else "running" if running else "queued"
     value: dict[str, Any] = {"id": job.id, "function": job.function, "state": state, "created": round(job.created, 3)}
     if job.state is JobState.ENDED:
         value |= {"ended": round(job.ended, 3), "expires": round(job.ended + limits.keep_s, 3), "status": job.status}

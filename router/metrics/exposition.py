@@ -40,7 +40,7 @@ class _Families:
 def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
     """The whole text. ``held`` is None if the controller has not answered in time."""
     functions = {each.name: each for each in scrape.functions}
-    active = {name: each for name, each in functions.items() if each.idle_s < IDLE_S or each.running or each.waiting}
+    active = {name: each for name, each in functions.items() if _active(each)}
     metrics = [*_functions(functions, active), *_requests(active), *_tokens(active)]
     if held is not None:
         metrics += _models([each for each in held.functions if each.name in functions], active)
@@ -49,6 +49,11 @@ def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
         if held is not None:
             metrics += _memory(held)
     return bytes(generate_latest(_Families(metrics)))
+
+
+def _active(each: m.FunctionCounted) -> bool:
+    """Whether it is asked, or has something to do."""
+    return each.idle_s < IDLE_S or bool(each.running or each.waiting or {"queued", "begun"} & each.jobs.keys())
 
 
 def _gauge(name: str, text: str, labels: Iterable[str] = ()) -> GaugeMetricFamily:
@@ -84,6 +89,7 @@ def _requests(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
     stages = _counter("request_stage_seconds", "Where answered requests' time went", "function", "stage")
     running = _gauge("requests_running", "Requests that an instance has", ["function"])
     waiting = _gauge("requests_waiting", "Requests in a function's queue", ["function"])
+    jobs = _gauge("jobs", "Jobs that are kept, by how they are", ["function", "state"])
     for name, each in active.items():
         for outcome, count in each.outcomes.items():
             requests.add_metric([name, outcome], count)
@@ -93,7 +99,9 @@ def _requests(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
             stages.add_metric([name, stage], spent_s)
         running.add_metric([name], each.running)
         waiting.add_metric([name], each.waiting)
-    yield from (requests, deadline, stages, running, waiting)
+        for state, count in each.jobs.items():
+            jobs.add_metric([name, state], count)
+    yield from (requests, deadline, stages, running, waiting, jobs)
     text = "Answered requests, from arrival to answer"
     yield _histogram("request_duration_seconds", text, ((name, each.latency) for name, each in active.items()))
 

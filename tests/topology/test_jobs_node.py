@@ -89,6 +89,7 @@ def test_a_job_is_made_and_asked_for(node: TestNode) -> None:
     _running(node, job)
     early = node.http("GET", f"{job}/result")
     assert (early.status, early.body["state"]) == (202, "running")
+    assert node.status()["functions"]["f"]["jobs"]["begun"] == 1
     gate.touch()
     told = _ended(node, job)
     assert (told["state"], told["status"], told["function"]) == ("succeeded", 200, "f")

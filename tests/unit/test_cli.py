@@ -426,7 +426,8 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
     many["f008"] |= {"service": service, "percentile": 98.0}
     many["f009"] |= {"service": service | {"counted": 19}}  # too few to say
-    many["f010"] |= {"queued": 7}
+    many["f010"] |= {"queued": 7, "jobs": {"queued": 5, "failed": 1}}
+    many["f011"] |= {"jobs": {"queued": 2, "begun": 1}}
     node = STATUS["node"] | {"down": {"gpu1": "no driver"}, "missing": ["f007"]}
     store = STATUS["store"] | {"host_nbytes": 8 << 30, "trouble": "the disk is full"}
     oldest = [{"function": "f010", "waited_ms": 2500.0, "left_ms": 1.0, "reason": "all are busy"}]
@@ -447,6 +448,7 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
         "! 31 wait for a GPU, f010 for 2.5 s: all are busy",
         "! tenant shop is over its share of the GPUs' time: its requests come last",
     ]
+    assert "jobs: 7 queued, 1 begun, 1 failed" in lines
     shown = [row["function"] for row in rows(lines, "function")]
     assert shown[:4] == ["f007", "f008", "f010", "f299"], "broken, late, busy, then those that are asked most"
     assert lines[-1] == f"and {300 - len(shown)} functions more: dormouse status --all"

@@ -130,6 +130,13 @@ def test_functions_that_nobody_asks_for_are_one() -> None:
     assert again["dormouse_evictions_total", "b", "wake"] == 1
 
 
+def test_jobs_by_state_and_who_has_some_to_do_is_not_idle() -> None:
+    jobs = {"a": {"queued": 3, "succeeded": 2}, "b": {"succeeded": 1}}
+    found = read(written(scrape(*(counted(name, idle_s=IDLE_S, jobs=of) for name, of in jobs.items())), None))
+    said = {key[1:]: value for key, value in found.items() if key[0] == "dormouse_jobs"}
+    assert said == {("a", "queued"): 3, ("a", "succeeded"): 2}
+
+
 def test_a_function_with_a_request_is_not_idle() -> None:
     busy = [counted("a", idle_s=IDLE_S, running=1), counted("b", idle_s=IDLE_S, waiting=1)]
     found = read(written(scrape(*busy, counted("c", idle_s=IDLE_S)), held()))

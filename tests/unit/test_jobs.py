@@ -51,6 +51,21 @@ def test_jobs_of_a_function_begin_in_order_and_functions_in_turn() -> None:
     )
 
 
+def test_jobs_are_counted_by_function_and_tenant() -> None:
+    book = _book(_job("1"), _job("2"), _job("3"), _job("4"), _job("5", tenant="b"))
+    assert book.words("f", "a") == {"queued": 4}
+    _next(book)
+    assert book.words("f", "a") == {"begun": 1, "queued": 3}
+    for name, status, code in (("1", 200, ""), ("2", 500, "function_raised"), ("3", 503, "cancelled")):
+        book.end(book.jobs[name], 3, status, code, 1.0, 2000.0)
+    assert book.words("f", "a") == {"queued": 1, "succeeded": 1, "failed": 1, "cancelled": 1}
+    assert book.words("f", "b") == {"queued": 1}, "another tenant's of the same name are not its own"
+    for name in ("1", "2", "3", "4"):
+        book.forget(book.jobs[name])
+    book.check()
+    assert book.words("f", "a") == {}
+
+
 def test_a_function_has_only_so_many_that_have_begun() -> None:
     book = _book(_job("1"), _job("2"), _job("3", "g"))
     assert [_next(book), _next(book), _next(book)] == ["1", "3", ""]

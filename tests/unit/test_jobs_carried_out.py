@@ -1,10 +1,12 @@
 """Jobs between their file and requests, without a node: how many of a function begin, and what is counted of them."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
 from router_rig import failure, loaded, spec
 
 from dormouse.core.config import LimitsSection, NodeConfig
@@ -16,7 +18,7 @@ from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.requests import Labels, Requests
-from dormouse.router.jobs.book import Job
+from dormouse.router.jobs.book import Job, JobState
 from dormouse.router.jobs.jobs import AT_ONCE, Jobs, KeptRequest
 from dormouse.schemas import messages as m
 
@@ -141,3 +143,43 @@ def test_answers_of_jobs_count_as_bodies_do_until_they_are_kept(tmp_path: Path) 
 
     most = 4 << 20
     assert asyncio.run(held()) == [(5, 2), (most, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("jump_s", [-1e9, 1e9])
+def test_a_clock_that_is_set_ends_no_job_and_keeps_none_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Forward or back, while one waits, and while the node is down."""
+    unix_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: unix_s)
+
+    async def lives() -> None:
+        nonlocal unix_s
+        node = Node(tmp_path, loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        node.requests.catalogue_known.set()
+        body = Body(node.requests.bodies)
+        await body.add(b"1", 1)
+        job, _ = await jobs.take(KeptRequest("f", "", Labels(), "", True), body.complete())
+        await until(lambda: bool(node.arrived))
+        (arrived,) = node.arrived
+        assert isinstance(arrived, e.Arrived)
+        unix_s += jump_s
+        node.requests.settle(e.Fail(arrived.request, failure("queue_full", 429), e.Timing()))
+        await until(lambda: job.state is JobState.QUEUED)
+        await jobs.stop()
+
+    async def again() -> float:
+        node = Node(tmp_path, loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        await jobs.knows_jobs()
+        (job,) = jobs.book.jobs.values()
+        await jobs.stop()
+        return job.tried_until_s - time.monotonic()
+
+    asyncio.run(lives())
+    unix_s -= 2 * jump_s
+    day_s = NodeConfig().jobs.wait_ms / 1000
+    assert asyncio.run(again()) <= day_s
