@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dormouse.client import (
     AsyncClient,
@@ -74,6 +75,32 @@ def client(node: TestNode) -> Iterator[Client]:
 
 def _url(node: TestNode) -> str:
     return f"http://127.0.0.1:{node.port}"
+
+
+def test_arrays_by_name(node: TestNode, client: Client) -> None:
+    node.deployed("echo", "def handle(state, request): return request")
+    sent = {"x": np.arange(6, dtype=np.float16).reshape(2, 3)[:, ::2], "words": ["a\0", b"\xff"], "one": 3}
+    found = client.infer("echo", sent)
+    assert (found["x"].dtype, found["x"].tolist()) == (np.float16, [[0, 2], [3, 5]])
+    assert (found["words"].tolist(), found["one"].tolist()) == ([b"a\0", b"\xff"], [3])
+    found["x"][0] = 1  # it is the caller's own
+    halves = torch.tensor([0.5, -2.0], dtype=torch.bfloat16)
+    assert torch.equal(client.infer("echo", {"x": halves})["x"], halves)
+    assert list(client.infer("echo", sent, outputs=["one"])) == ["one"]
+    with pytest.raises(RequestRefused, match="unexpected inference output 'no'") as refused:
+        client.infer("echo", sent, outputs=["no"])
+    assert (refused.value.code, bool(refused.value.request_id)) == ("bad_body", True)
+    with pytest.raises(NotThere):
+        client.infer("no/such", sent)
+    with pytest.raises(TypeError, match="numbers, text or bytes"):
+        client.infer("echo", {"x": np.array([1j])})
+
+    async def asked() -> list[int]:
+        async with AsyncClient(_url(node)) as other:
+            found: list[int] = (await other.infer("echo", {"x": np.array([7])}))["x"].tolist()
+            return found
+
+    assert asyncio.run(asked()) == [7]
 
 
 def test_a_call(client: Client) -> None:

@@ -26,6 +26,7 @@ from dormouse.client import (
     TimedOut,
     Unavailable,
     Unreached,
+    tensors,
 )
 from dormouse.client.wire import (
     NPY,
@@ -54,6 +55,39 @@ def _failure(status: int, code: str, again: str = "") -> HttpReply:
 
 
 GOOD = HttpReply(200, JSON_REPLY, b"[1]")
+
+
+@pytest.mark.parametrize(
+    ("told", "data"),
+    [
+        ([("x", "FP32", [2], 8)], bytes(7)),
+        ([("x", "FP32", [2], 8)], bytes(9)),
+        ([("x", "FP32", [3], 8)], bytes(8)),
+        ([("x", "FP32", [2], -8)], b""),
+        ([("x", "FP8", [2], 2)], bytes(2)),
+        ([("x", "BYTES", [1 << 40], 4)], bytes(4)),
+        ([("x", "BYTES", [1], 5)], b"\3\0\0\0a"),
+        ([("x", "BYTES", [1], 6)], b"\1\0\0\0ab"),
+        ([("x", "FP32", "2", 8)], bytes(8)),
+    ],
+)
+def test_answers_that_are_no_tensors(told: list[Any], data: bytes) -> None:
+    outputs = [
+        {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": nbytes}}
+        for name, datatype, shape, nbytes in told
+    ]
+    head = json.dumps({"outputs": outputs}).encode()
+    with pytest.raises(BadAnswer, match="Open Inference Protocol"):
+        tensors.decoded(HttpReply(200, {"inference-header-content-length": str(len(head))}, head + data))
+
+
+def test_an_answer_that_is_not_binary_is_no_tensors() -> None:
+    for content in (b"", b"{", b"[]", b'{"outputs": 3}', b'{"outputs": [{"name": "x"}]}'):
+        with pytest.raises(BadAnswer):
+            tensors.decoded(HttpReply(200, {}, content))
+    error = error_of(HttpReply(404, {"x-request-id": "r7"}, b'{"error": "unknown_function: there is none"}'))
+    assert isinstance(error, NotThere)
+    assert (error.code, error.message, error.request_id) == ("unknown_function", "there is none", "r7")
 
 
 class Played:

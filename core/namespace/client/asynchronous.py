@@ -1,19 +1,16 @@
-"""The client of asyncio programs: see wire.py for what it says, and synchronous.py, which is the same otherwise."""
+"""The client of asyncio programs: see calls.py for what it does, and synchronous.py, which is the same otherwise."""
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import httpx2
 
 from dormouse.client import transport, wire
-from dormouse.client.errors import ApiError, BadAnswer
-from dormouse.client.wire import Again, Came, HttpReply, Rest, Steps, ToSend
-
-RETRIES: Final = 5
+from dormouse.client.calls import RETRIES, Call, Calls, T
+from dormouse.client.wire import Came, HttpReply, Rest, ToSend
 
 
 class AsyncClient:
@@ -30,7 +27,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         verify: Any = True,
     ) -> None:
-        self._url, self._retries = url, retries
+        self._url, self._calls = url, Calls(retries)
         self._http = httpx2.AsyncClient(**transport.settings(url, key, headers, verify))
 
     async def close(self) -> None:
@@ -56,10 +53,21 @@ class AsyncClient:
         """What the function answers. ``timeout_s``: for all tries together. With an ``idempotency_key``, a call whose
         answer was lost is sent again too: the node runs it once. Raises CallError.
         """
-        said = {**(headers or {}), **({"Idempotency-Key": idempotency_key} if idempotency_key else {})}
-        again = self._again(timeout_s, whole=idempotency_key is not None)
-        reply = await self._drive(wire.calling(wire.sent(function, request, said), again, time.monotonic))
-        return wire.decoded(reply)
+        return await self._drive(self._calls.invoke(function, request, timeout_s, idempotency_key, headers))
+
+    async def infer(
+        self,
+        function: str,
+        tensors: Mapping[str, Any],
+        *,
+        outputs: list[str] | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Arrays by name to arrays by name, as bytes (docs/open-inference.md). ``outputs``: only these. Raises
+        CallError.
+        """
+        return await self._drive(self._calls.infer(function, tensors, outputs, timeout_s, headers))
 
     async def submit(
         self,
@@ -71,11 +79,8 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
     ) -> "AsyncJobHandle":
         """A job: it runs without this program. It is made once, however often it must be sent. Raises CallError."""
-        key = idempotency_key or str(uuid.uuid4())
-        said = {**(headers or {}), "Prefer": "respond-async", "Idempotency-Key": key}
-        again = self._again(timeout_s, whole=True)
-        told = wire.decoded(await self._drive(wire.calling(wire.sent(function, request, said), again, time.monotonic)))
-        return AsyncJobHandle(self, _id_of(told))
+        call = self._calls.submit(function, request, timeout_s, idempotency_key, headers)
+        return AsyncJobHandle(self, await self._drive(call))
 
     def job(self, id: str) -> "AsyncJobHandle":
         """One that was made before."""
@@ -93,7 +98,7 @@ class AsyncClient:
         next. To close it early ends the function's work. Raises CallError.
         """
         send = wire.sent(function, request, headers or {})._replace(timeout_s=pause_timeout_s)
-        again = self._again(None)
+        again = self._calls.again()
         while True:
             async with self._begun(send) as came:
                 if isinstance(came, httpx2.Response):
@@ -124,46 +129,32 @@ class AsyncClient:
             await response.aclose()
 
     async def _parts(self, response: httpx2.Response) -> AsyncGenerator[Any, None]:
-        kind = wire.content_type(response.headers)
+        parts = wire.AnswerReader(transport.headers(response))
         try:
-            if kind == wire.SSE:
-                events = wire.Events()
-                async for data in response.aiter_raw():
-                    for value in events.feed(data):
-                        yield value
-                events.end()
-            elif kind == wire.OCTETS:
-                async for data in response.aiter_raw():
-                    yield data
-            else:  # it was not answered in parts
-                await response.aread()
-                yield wire.decoded(transport.reply(response))
+            async for data in response.aiter_raw():
+                for part in parts.feed(data):
+                    yield part
         except httpx2.TransportError as error:
             failure = transport.failed(error, self._url)
             assert isinstance(failure, Exception)
             raise failure from error
+        for part in parts.end():
+            yield part
 
     async def ready(self) -> bool:
         """Whether every function that can be loaded is. Raises CallError."""
-        try:
-            await self._drive(wire.calling(ToSend("GET", "/readyz"), Again(0, None), time.monotonic))
-        except (ApiError, BadAnswer):
-            return False
-        return True
+        return await self._drive(self._calls.ready())
 
     # --- parts
 
-    def _again(self, timeout_s: float | None, whole: bool = False) -> Again:
-        return Again(self._retries, None if timeout_s is None else time.monotonic() + timeout_s, whole)
-
-    async def _drive(self, steps: Steps) -> HttpReply:
+    async def _drive(self, call: Call[T]) -> T:
         came: Came | None = None
         while True:
             try:
-                step = steps.send(came)
+                step = call.send(came)
             except StopIteration as end:
-                reply: HttpReply = end.value
-                return reply
+                value: T = end.value
+                return value
             if isinstance(step, Rest):
                 await asyncio.sleep(step.seconds)
                 came = None
@@ -185,27 +176,12 @@ class AsyncJobHandle:
 
     async def status(self) -> dict[str, Any]:
         """``state`` and more (docs/jobs.md). Raises CallError."""
-        return await self._asked("GET")
+        return await self._client._drive(self._client._calls.job(self.id, "GET"))
 
     async def result(self, timeout_s: float | None = None) -> Any:
         """What the function answers, once it has. Raises CallTimeout, and what the job failed with."""
-        again = self._client._again(timeout_s, whole=True)
-        return wire.decoded(await self._client._drive(wire.waiting(self.id, again, time.monotonic)))
+        return await self._client._drive(self._client._calls.result(self.id, timeout_s))
 
     async def cancel(self) -> dict[str, Any]:
         """Where it waits or runs; one that has ended is forgotten. Raises CallError."""
-        return await self._asked("DELETE")
-
-    async def _asked(self, method: str) -> dict[str, Any]:
-        send = ToSend(method, wire.job_path(self.id))
-        reply = await self._client._drive(wire.calling(send, self._client._again(None, whole=True), time.monotonic))
-        told = wire.decoded(reply)
-        _id_of(told)
-        assert isinstance(told, dict)
-        return told
-
-
-def _id_of(told: Any) -> str:
-    if not isinstance(told, dict) or not isinstance(told.get("id"), str):
-        raise BadAnswer("what answers here knows no jobs; is it an older node?")
-    return str(told["id"])
+        return await self._client._drive(self._client._calls.job(self.id, "DELETE"))

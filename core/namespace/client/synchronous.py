@@ -1,18 +1,15 @@
-"""The client of programs that wait: see wire.py for what it says, and asynchronous.py, which is the same otherwise."""
+"""The client of programs that wait: see calls.py for what it does, and asynchronous.py, which is the same otherwise."""
 
 import time
-import uuid
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import httpx2
 
 from dormouse.client import transport, wire
-from dormouse.client.errors import ApiError, BadAnswer
-from dormouse.client.wire import Again, Came, HttpReply, Rest, Steps, ToSend
-
-RETRIES: Final = 5
+from dormouse.client.calls import RETRIES, Call, Calls, T
+from dormouse.client.wire import Came, HttpReply, Rest, ToSend
 
 
 class Client:
@@ -29,7 +26,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         verify: Any = True,
     ) -> None:
-        self._url, self._retries = url, retries
+        self._url, self._calls = url, Calls(retries)
         self._http = httpx2.Client(**transport.settings(url, key, headers, verify))
 
     def close(self) -> None:
@@ -55,10 +52,21 @@ class Client:
         """What the function answers. ``timeout_s``: for all tries together. With an ``idempotency_key``, a call whose
         answer was lost is sent again too: the node runs it once. Raises CallError.
         """
-        said = {**(headers or {}), **({"Idempotency-Key": idempotency_key} if idempotency_key else {})}
-        again = self._again(timeout_s, whole=idempotency_key is not None)
-        reply = self._drive(wire.calling(wire.sent(function, request, said), again, time.monotonic))
-        return wire.decoded(reply)
+        return self._drive(self._calls.invoke(function, request, timeout_s, idempotency_key, headers))
+
+    def infer(
+        self,
+        function: str,
+        tensors: Mapping[str, Any],
+        *,
+        outputs: list[str] | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Arrays by name to arrays by name, as bytes (docs/open-inference.md). ``outputs``: only these. Raises
+        CallError.
+        """
+        return self._drive(self._calls.infer(function, tensors, outputs, timeout_s, headers))
 
     def submit(
         self,
@@ -70,11 +78,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> "JobHandle":
         """A job: it runs without this program. It is made once, however often it must be sent. Raises CallError."""
-        key = idempotency_key or str(uuid.uuid4())
-        said = {**(headers or {}), "Prefer": "respond-async", "Idempotency-Key": key}
-        again = self._again(timeout_s, whole=True)
-        told = wire.decoded(self._drive(wire.calling(wire.sent(function, request, said), again, time.monotonic)))
-        return JobHandle(self, _id_of(told))
+        call = self._calls.submit(function, request, timeout_s, idempotency_key, headers)
+        return JobHandle(self, self._drive(call))
 
     def job(self, id: str) -> "JobHandle":
         """One that was made before."""
@@ -92,7 +97,7 @@ class Client:
         next. To close it early ends the function's work. Raises CallError.
         """
         send = wire.sent(function, request, headers or {})._replace(timeout_s=pause_timeout_s)
-        again = self._again(None)
+        again = self._calls.again()
         while True:
             with self._begun(send) as came:
                 if isinstance(came, httpx2.Response):
@@ -121,44 +126,30 @@ class Client:
             response.close()
 
     def _parts(self, response: httpx2.Response) -> Iterator[Any]:
-        kind = wire.content_type(response.headers)
+        parts = wire.AnswerReader(transport.headers(response))
         try:
-            if kind == wire.SSE:
-                events = wire.Events()
-                for data in response.iter_raw():
-                    yield from events.feed(data)
-                events.end()
-            elif kind == wire.OCTETS:
-                yield from response.iter_raw()
-            else:  # it was not answered in parts
-                response.read()
-                yield wire.decoded(transport.reply(response))
+            for data in response.iter_raw():
+                yield from parts.feed(data)
         except httpx2.TransportError as error:
             failure = transport.failed(error, self._url)
             assert isinstance(failure, Exception)
             raise failure from error
+        yield from parts.end()
 
     def ready(self) -> bool:
         """Whether every function that can be loaded is. Raises CallError."""
-        try:
-            self._drive(wire.calling(ToSend("GET", "/readyz"), Again(0, None), time.monotonic))
-        except (ApiError, BadAnswer):
-            return False
-        return True
+        return self._drive(self._calls.ready())
 
     # --- parts
 
-    def _again(self, timeout_s: float | None, whole: bool = False) -> Again:
-        return Again(self._retries, None if timeout_s is None else time.monotonic() + timeout_s, whole)
-
-    def _drive(self, steps: Steps) -> HttpReply:
+    def _drive(self, call: Call[T]) -> T:
         came: Came | None = None
         while True:
             try:
-                step = steps.send(came)
+                step = call.send(came)
             except StopIteration as end:
-                reply: HttpReply = end.value
-                return reply
+                value: T = end.value
+                return value
             if isinstance(step, Rest):
                 time.sleep(step.seconds)
                 came = None
@@ -180,27 +171,12 @@ class JobHandle:
 
     def status(self) -> dict[str, Any]:
         """``state`` and more (docs/jobs.md). Raises CallError."""
-        return self._asked("GET")
+        return self._client._drive(self._client._calls.job(self.id, "GET"))
 
     def result(self, timeout_s: float | None = None) -> Any:
         """What the function answers, once it has. Raises CallTimeout, and what the job failed with."""
-        again = self._client._again(timeout_s, whole=True)
-        return wire.decoded(self._client._drive(wire.waiting(self.id, again, time.monotonic)))
+        return self._client._drive(self._client._calls.result(self.id, timeout_s))
 
     def cancel(self) -> dict[str, Any]:
         """Where it waits or runs; one that has ended is forgotten. Raises CallError."""
-        return self._asked("DELETE")
-
-    def _asked(self, method: str) -> dict[str, Any]:
-        send = ToSend(method, wire.job_path(self.id))
-        reply = self._client._drive(wire.calling(send, self._client._again(None, whole=True), time.monotonic))
-        told = wire.decoded(reply)
-        _id_of(told)
-        assert isinstance(told, dict)
-        return told
-
-
-def _id_of(told: Any) -> str:
-    if not isinstance(told, dict) or not isinstance(told.get("id"), str):
-        raise BadAnswer("what answers here knows no jobs; is it an older node?")
-    return str(told["id"])
+        return self._client._drive(self._client._calls.job(self.id, "DELETE"))

@@ -38,10 +38,12 @@ def request(send: ToSend) -> dict[str, Any]:
     }
 
 
+def headers(response: httpx2.Response) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.headers.items()}
+
+
 def reply(response: httpx2.Response) -> HttpReply:
-    return HttpReply(
-        response.status_code, {name.lower(): value for name, value in response.headers.items()}, response.content
-    )
+    return HttpReply(response.status_code, headers(response), response.content)
 
 
 def failed(error: httpx2.TransportError, url: str) -> Came:

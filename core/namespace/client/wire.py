@@ -184,6 +184,9 @@ def error_of(reply: HttpReply) -> ApiError | BadAnswer:
     """Of an answer with a status of 400 or more, or of an event with an error (status 0)."""
     try:
         error = json.loads(reply.content)["error"]
+        if isinstance(error, str):  # below /v2
+            code, message = error.split(": ", 1)
+            error = {"code": code, "message": message, "request_id": reply.headers.get("x-request-id")}
         code, message = str(error["code"] or ""), str(error["message"])
         request_id, param = str(error.get("request_id") or ""), str(error.get("param") or "")
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -233,6 +236,32 @@ class Events:
         if self._rest or self._data:
             raise BadAnswer("the stream ended in the middle of an event")
         return []
+
+
+class AnswerReader:
+    """Of an answer with these headers, from its bytes as they come: events, bytes, or, where it was not answered in
+    parts, its one value. Raises ApiError, BadAnswer.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers, kind = headers, content_type(headers)
+        self._events = Events() if kind == SSE else None
+        self._raw = kind == OCTETS
+        self._whole = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        if self._events is not None:
+            return self._events.feed(data)
+        if self._raw:
+            return [data]
+        self._whole += data
+        return []
+
+    def end(self) -> list[Any]:
+        """Nothing more comes."""
+        if self._events is not None:
+            return self._events.end()
+        return [] if self._raw else [decoded(HttpReply(200, self._headers, bytes(self._whole)))]
 
 
 def _value(text: bytes) -> Any:
