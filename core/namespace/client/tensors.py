@@ -102,7 +102,8 @@ def _read(datatype: str, shape: list[int], data: memoryview) -> Any:
             raise ValueError("its BYTES are not as many as its shape says")
         return array.reshape(shape)
     if datatype == "BF16":
-        import torch  # no other kind of array has such numbers
-
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise ValueError("it has BF16, of which NumPy has no arrays: import torch first, to have it as a tensor")
         return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).reshape(shape)
     return np.frombuffer(bytearray(data), _NUMBERS[datatype]).reshape(shape)
