@@ -125,7 +125,7 @@ def test_stopped_processes_are_noticed_by_their_state(node: TestNode, which: str
     os.kill(behind[0] if which == "zygote" else pid, signal.SIGSTOP)
     node.replaced(role, pid)
     said = events(node, "process_stopped")[before:]
-    assert [(each["child"], each["for_s"] < 10) for each in said] == [(role, True)]
+    assert [(each["child"], each["for_s"] < 30) for each in said] == [(role, True)]
     assert events(node, "process_silent") == []
     node.wait(lambda: node.http("GET", "/readyz").status == 200, 60, "the node to be ready again")
     assert node.result("good", 1) == 2000
@@ -164,7 +164,7 @@ def test_d18_a_removed_function_leaves_no_folder_and_no_log(node: TestNode) -> N
 
     node.wait(gone, 60, "the folders of its files to be gone")
     node.wait(lambda: not (node.state / "functions" / "passing").exists(), 60, "its snapshot to be gone")
-    assert not list((node.state / "logs").glob("*passing*"))
+    node.wait(lambda: not list((node.state / "logs").glob("*passing*")), 60, "its log to be gone")
 
 
 def groups(node: TestNode) -> set[str]:

@@ -377,7 +377,7 @@ def test_a_segment_damaged_while_it_is_in_a_file_only() -> None:
         in_files(node, "f2", "f3")
         for seed in (2, 3):
             right(node.result(f"f{seed}", {}), seed)
-        assert node.status()["store"]["answered"]
+        node.wait(lambda: bool(node.status()["store"]["answered"]), 60, "the store's own numbers")
         assert function(node, "f1")["host_nbytes"] < MODEL_NBYTES
         assert function(node, "f1")["gpu_nbytes"] == {}
         for path in made:

@@ -110,6 +110,7 @@ def test_what_a_driver_refuses_and_a_node_can_do_without_is_said(monkeypatch: py
         pids = node.pids()
         for seed in SEEDS * 2:
             torch.testing.assert_close(node.result(f"f{seed}", 0.5), native(seed, 0.5), rtol=1e-4, atol=1e-4)
+        node.wait(lambda: node.status()["gpus"]["0"]["trouble"], 60, "it to be told")
         [trouble] = node.status()["gpus"]["0"]["trouble"]
         assert "of host memory cannot be pinned, so copies are slower: cuMemHostRegister: " in trouble
         assert "(999)" in trouble

@@ -30,7 +30,7 @@ class Stream:
     """A reader of ``GET /admin/watch``."""
 
     def __init__(self, node: TestNode, key: str = "") -> None:
-        self._connection = node.connect(30.0)
+        self._connection = node.connect(120.0)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._connection.request("GET", "/admin/watch", headers=headers)
         self.answer = self._connection.getresponse()
@@ -145,7 +145,7 @@ def test_one_that_leaves_watches_no_more(node: TestNode) -> None:
     """And with the last one the sampler ends, as tests/unit/test_dashboard.py has it."""
     with Stream(node) as stream:
         stream.next()
-        assert node.status()["node"]["watchers"] == 1
+        node.wait(lambda: node.status()["node"]["watchers"] == 1, 60, "those of earlier tests to be gone")
     node.wait(lambda: node.status()["node"]["watchers"] == 0, 60, "the watcher to be gone")
 
 
@@ -211,7 +211,7 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
             key = node.admin.create_key(Wish(scopes=("deploy",)))
             while anybody.answer.readline():
                 pass
-        following = node.connect(30.0)
+        following = node.connect(120.0)
         following.request("GET", "/admin/functions/a/logs?follow=1", headers={"Authorization": f"Bearer {key['key']}"})
         log = following.getresponse()
         assert log.readline().startswith(b"--- instance")

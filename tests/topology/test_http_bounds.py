@@ -29,7 +29,7 @@ def world() -> Iterator[World]:
         bodies=str(BUDGET_NBYTES),
         connections=CONNECTIONS,
         header_ms=3000,
-        body_ms=3000,
+        body_ms=6000,
     )
     try:
         yield world.ready()

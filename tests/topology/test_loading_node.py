@@ -53,7 +53,7 @@ SLOW = """
 import time
 def load():
     for step in range(8):
-        time.sleep(0.3)
+        time.sleep(0.8)
         if {prints}:
             print("step", step)
 def handle(state, request): return "there"
@@ -61,9 +61,9 @@ def handle(state, request): return "there"
 
 
 def test_a_load_that_goes_on_has_time_and_one_that_does_not_has_none(node: TestNode) -> None:
-    node.deployed("prints", SLOW.format(prints=True), load_timeout="1500ms")
+    node.deployed("prints", SLOW.format(prints=True), load_timeout="5s")
     assert node.result("prints", 0) == "there"
-    answer = node.deploy("silent", SLOW.format(prints=False), load_timeout="1500ms")
+    answer = node.deploy("silent", SLOW.format(prints=False), load_timeout="5s")
     assert (answer.status, answer.code) == (422, "load_timeout")
     assert "--load-timeout" in answer.message
 
@@ -79,7 +79,7 @@ def load():
     return kept
 def handle(state, request): return sum(each[0].item() for each in state)
 """
-    node.deployed("uploads", source, load_timeout="2500ms")
+    node.deployed("uploads", source, load_timeout="3500ms")
     assert node.result("uploads", 0) == 28.0
 
 

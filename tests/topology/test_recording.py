@@ -47,7 +47,7 @@ def expect_identical(path: Path, status: int = 0) -> str:
     """In a process of its own, whose sets of strings have another order."""
     command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(path)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": "77"}
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": "77"}
     )
     assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"
     return done.stdout

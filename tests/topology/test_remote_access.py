@@ -117,7 +117,7 @@ def node() -> Iterator[RemoteNode]:
         os.chmod(directory, 0o755)
         for name in ("cert.pem", "key.pem"):
             shutil.copy(CERTIFICATE / name, directory)
-        config = f'[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nheader_ms = 3000\nconnections = {CONNECTIONS}\n'
+        config = f'[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nheader_ms = 6000\nconnections = {CONNECTIONS}\n'
         with kept_running(RemoteNode(Path(directory), config, node=NODE.format(directory=directory))) as running:
             yield running
 
@@ -161,7 +161,7 @@ def test_who_does_not_finish_the_handshake_counts_and_is_closed(node: RemoteNode
     with contextlib.ExitStack() as stack:
 
         def silent() -> socket.socket:
-            return stack.enter_context(socket.create_connection(("127.0.0.1", node.port), 30))
+            return stack.enter_context(socket.create_connection(("127.0.0.1", node.port), 60))
 
         idle = stack.enter_context(contextlib.closing(node.connect()))  # has been answered, and may send more
         idle.request("GET", "/healthz")
@@ -339,7 +339,7 @@ def test_a_rate(node: RemoteNode) -> None:
     assert [node.call("ours", key) for _ in range(2)] == [OK, OK]
     answer = node.ask("POST", "/functions/ours/invoke", key, {})
     assert (answer.status, answer.code) == (429, "rate_limited")
-    assert 990 <= int(answer.headers["retry-after"]) <= 1000
+    assert 900 <= int(answer.headers["retry-after"]) <= 1000
 
 
 @pytest.mark.parametrize("host", [b"evil.example", b"localhost.evil.example:8700", b""])

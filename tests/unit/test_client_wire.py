@@ -287,4 +287,4 @@ def test_it_is_light() -> None:
     )
     seconds, *modules = subprocess.check_output([sys.executable, "-c", code], text=True, cwd="/").split()
     assert {"torch", "numpy", "msgspec", "orjson", "zmq", "dormouse.core", "dormouse.schemas"} & set(modules) == set()
-    assert float(seconds) < 0.3, "70 to 90 ms of processor time on an idle machine"
+    assert float(seconds) < 1.0, "70 to 90 ms of processor time on an idle machine"

@@ -259,7 +259,7 @@ def test_the_sampler_begins_with_the_first_and_ends_with_the_last() -> None:
         assert world.requests.watcher is not None
         world.sampler.leave(second.watcher)
         assert (world.sampler.watched, world.requests.watcher) == (False, None)
-        _, pending = await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=5)
+        _, pending = await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=60)
         assert not pending, "nothing goes on"
 
     run(work)

@@ -3,6 +3,7 @@
 import argparse
 import importlib.machinery
 import importlib.util
+import re
 import subprocess
 import sys
 import tarfile
@@ -61,32 +62,31 @@ FOUND = {
     "memory_gib": {"MemTotal": 128},
 }
 
-SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+SLEEPER = "import os, time; os.fork() or open({marker!r}, 'w').write(str(os.getpid())); time.sleep(60)"
 
 
 def test_what_fails_or_does_not_end_keeps_nothing_from_running(script: Any, tmp_path: Path) -> None:
     marker = tmp_path / "child"
-    child = f"import os, time; open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     good = "import json, sys; open(sys.argv[-1][6:], 'w').write(json.dumps({'goals': [], 'results': {'a|b': 1.25}}))"
     steps = [
-        script.Step("fails", 10, ("-c", "print('the reason'); raise SystemExit(3)")),
-        script.Step("hangs", 2, ("-c", SLEEPER.format(child=child)), benchmark=True),
-        script.Step("works", 10, ("-c", good), benchmark=True),
-        script.Step("late", 10, ("-c", "")),
+        script.Step("fails", 100, ("-c", "print('the reason'); raise SystemExit(3)")),
+        script.Step("hangs", 2, ("-c", SLEEPER.format(marker=str(marker))), benchmark=True),
+        script.Step("works", 100, ("-c", good), benchmark=True),
+        script.Step("late", 100, ("-c", "")),
     ]
     outcomes = [script.Outcome(step) for step in steps]
     for outcome in outcomes[:3]:
         script.run_step(outcome, tmp_path, outcome.step.limit_s, False)
         script.write_report(tmp_path, FOUND, outcomes)
     assert [outcome.state for outcome in outcomes] == ["failed", "did not end", "passed", "did not run"]
-    assert 2 <= outcomes[1].spent_s < 10
+    assert 2 <= outcomes[1].spent_s < 50
     stat = Path(f"/proc/{marker.read_text()}/stat")  # what it had started has ended with it
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
     report = (tmp_path / "report.md").read_text()
     assert "1 x A GPU, CUDA 13.0, cuda-bindings 13.5.0, torch 2.13.0+cu130, Python 3.12.1, 16 cores" in report
-    assert "| fails | failed | 0 | the reason |" in report
-    assert "| hangs | did not end | 2 |  |" in report
-    assert "| works | passed | 0 |  |" in report
+    assert re.search(r"\| fails \| failed \| \d+ \| the reason \|", report)
+    assert re.search(r"\| hangs \| did not end \| \d+ \|  \|", report)
+    assert re.search(r"\| works \| passed \| \d+ \|  \|", report)
     assert "| late | did not run | 0 |  |" in report
     assert "| a|b | 1.25 |" in report
     assert script.line(outcomes[0]).endswith(": the reason")
@@ -94,13 +94,13 @@ def test_what_fails_or_does_not_end_keeps_nothing_from_running(script: Any, tmp_
 
 def test_tests_that_failed_run_again_where_a_fault_shows_in_its_call(script: Any, tmp_path: Path) -> None:
     code = "import os, sys; sys.exit(os.environ.get('CUDA_LAUNCH_BLOCKING') != '1')"
-    failing, always = (script.Step(name, 10, ("-c", text)) for name, text in (("a", code), ("b", "raise OSError")))
-    outcomes = [script.Outcome(step) for step in (failing, always, script.Step("c", 10, ("-c", "")))]
+    failing, always = (script.Step(name, 100, ("-c", text)) for name, text in (("a", code), ("b", "raise OSError")))
+    outcomes = [script.Outcome(step) for step in (failing, always, script.Step("c", 100, ("-c", "")))]
     for outcome in outcomes:
-        script.run_step(outcome, tmp_path, 10, False)
+        script.run_step(outcome, tmp_path, 100, False)
     more = script.again(outcomes)
     for outcome in more:
-        script.run_step(outcome, tmp_path, 10, False)
+        script.run_step(outcome, tmp_path, 100, False)
     states = {each.step.name: each.state for each in (*outcomes, *more)}
     assert states == {"a": "failed", "b": "failed", "c": "passed", "a-blocking": "passed", "b-blocking": "failed"}
     assert script.again([*outcomes, *more]) == []  # once
@@ -121,10 +121,10 @@ ALONE = "import pathlib, sys; assert len(list(pathlib.Path(sys.argv[1]).glob('me
 def test_tests_run_beside_each_other_and_benchmarks_after_them(script: Any, tmp_path: Path) -> None:
     one, other = ("-c", MEETS, str(tmp_path), "met-1", "met-2"), ("-c", MEETS, str(tmp_path), "met-2", "met-1")
     steps = [
-        script.Step("wild", 20, ("-c", ALONE, str(tmp_path)), alone=True),
-        script.Step("bench", 20, ("-c", ALONE, str(tmp_path)), benchmark=True),
-        script.Step("one", 20, one),
-        script.Step("other", 20, other),
+        script.Step("wild", 100, ("-c", ALONE, str(tmp_path)), alone=True),
+        script.Step("bench", 100, ("-c", ALONE, str(tmp_path)), benchmark=True),
+        script.Step("one", 100, one),
+        script.Step("other", 100, other),
     ]
     options = argparse.Namespace(minutes=1, jobs=2, out=tmp_path, rehearse=False)
     run = script.Run([script.Outcome(step) for step in steps], FOUND, options)
@@ -154,11 +154,11 @@ def test_one_file_has_all_that_there_was_also_of_a_run_that_is_ended(
 
 
 def test_a_program_that_a_step_runs_under_has_to_be_there(script: Any, tmp_path: Path) -> None:
-    step = script.Step("sanitizer", 10, ("-c", ""), under=("no-such-program", "--all"))
+    step = script.Step("sanitizer", 100, ("-c", ""), under=("no-such-program", "--all"))
     assert step.lacking() == "no-such-program is not installed"
     assert step.command(tmp_path, False)[:3] == ["no-such-program", "--all", sys.executable]
     assert step.command(tmp_path, True)[0] == sys.executable
-    assert script.Step("plain", 10, ()).lacking() == ""
+    assert script.Step("plain", 100, ()).lacking() == ""
 
 
 def test_every_model_of_the_paper_is_a_step(script: Any) -> None:

@@ -129,7 +129,7 @@ def test_a_message_that_comes_while_the_first_ones_leave_is_heard(directory: str
 
         server._try_send = meanwhile  # type: ignore[method-assign]
         assert await asyncio.wait_for(heard, 60) == b"from the one that connects"
-        assert await asyncio.to_thread(client.recv, 10.0) == b"from the one that binds"
+        assert await asyncio.to_thread(client.recv, 60.0) == b"from the one that binds"
         client.close()
         server.close()
 
@@ -187,7 +187,7 @@ def test_a_peer_that_never_comes_does_not_eat_all_memory(directory: str) -> None
     asyncio.run(main())
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -237,7 +237,7 @@ def test_a_peer_that_does_not_read_is_given_up_and_one_that_reads_later_hears_al
                 await asyncio.sleep(0)
         assert sent > 10, "the peer's socket takes some"
         for k in range(sent):
-            heard = await asyncio.to_thread(client.recv, 10.0)
+            heard = await asyncio.to_thread(client.recv, 60.0)
             assert heard is not None
             assert int.from_bytes(heard[:8]) == k
         assert server._waiting_nbytes == len(server._outbox) == 0
@@ -295,10 +295,10 @@ def test_one_peer_at_a_time(directory: str) -> None:
         await until(lambda: len(heard) == 2)
         assert heard == [b"first", b"second"]
         server.send_raw(b"to the second")
-        assert await asyncio.to_thread(second.recv, 10.0) == b"to the second"
+        assert await asyncio.to_thread(second.recv, 60.0) == b"to the second"
         server.close()
         with pytest.raises(PeerLost, match="the peer has hung up"):
-            await asyncio.to_thread(second.recv, 10.0)
+            await asyncio.to_thread(second.recv, 60.0)
         with pytest.raises(PeerLost, match="the peer has hung up"):
             second.send(b"anybody?")
         second.close()
@@ -317,7 +317,7 @@ def test_a_flood_leaves_the_loop_to_others_and_keeps_its_order(directory: str) -
         await asyncio.to_thread(client.send, b"first")
         await until(lambda: heard)
         heard.clear()
-        client._push(b"".join(zmtp.framed(k.to_bytes(4)) for k in range(count)), 10.0)
+        client._push(b"".join(zmtp.framed(k.to_bytes(4)) for k in range(count)), 60.0)
         while len(heard) < count:
             before = len(heard)
             await asyncio.sleep(0)
@@ -359,7 +359,7 @@ def test_bytes_that_are_no_messages_are_named_and_nothing_more_is_read(
             attacker.sendall(said)
             await until(lambda: garbage)
             assert complaint in str(garbage[0])
-            attacker.settimeout(10)
+            attacker.settimeout(60)
             while attacker.recv(100):
                 pass  # it has hung up
         with BlockingSession(f"{directory}/l") as client:
@@ -422,13 +422,13 @@ def test_another_thread_has_the_connection_until_it_gives_it_back(directory: str
             loan.read()
         assert loan.heard.popleft() == b"second"
         loan.send(b"from the other thread")
-        assert await asyncio.to_thread(client.recv, 10.0) == b"from the other thread"
+        assert await asyncio.to_thread(client.recv, 60.0) == b"from the other thread"
         assert client.recv(0.05) is None
         assert heard == [b"first"]
         server.take_back(loan)
         await until(lambda: len(heard) == 3)
         assert heard == [b"first", b"third", b"fourth"]
-        assert await asyncio.to_thread(client.recv, 10.0) == b"waits"
+        assert await asyncio.to_thread(client.recv, 60.0) == b"waits"
         client.send(b"fifth")
         await until(lambda: len(heard) == 4)
         client.close()

@@ -27,7 +27,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.sockets = ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.settimeout(10)
+        theirs.settimeout(60)
         self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(
             theirs, m.RuntimeToExecutor
         )
