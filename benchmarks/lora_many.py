@@ -28,8 +28,8 @@ from dormouse.core.node.testing import running_node
 
 ADAPTERS, QUICK = 300, 60
 HOLDS: Final = 20
-MEMORY: Final = "14800KiB"
-"""The backbone has 0.54 MB and each adapter 0.71: half an adapter more than `HOLDS`, and KV needs some of that."""
+MEMORY: Final = "20MiB"
+"""Ten granules. The backbone has 0.54 MB and each adapter 0.71: `HOLDS` take eight, and KV the others."""
 
 LONGEST: Final = "280s"
 """A token of each answer within that: all are asked at once, and take turns on the GPU."""
@@ -88,10 +88,10 @@ def many(quick: bool) -> tuple[list[Goal], dict[str, Any]]:
         Goal(name=f"{count} adapters: answers that lack tokens", goal="0", measured=len(lacking), met=not lacking),
         Goal(name=f"of {len(names)}, that are not PEFT's", goal="0", measured=len(wrong), met=not wrong),
         Goal(
-            name=f"adapters on the GPU at a time, the most (room for {HOLDS})",
-            goal=f"2 to {HOLDS}",
+            name="adapters on the GPU at a time, the most",
+            goal=f">= {HOLDS}",
             measured=most,
-            met=1 < most <= HOLDS,
+            met=most >= HOLDS,
         ),
         Goal(name="times that an adapter left", goal="", measured=wakes, met=True),
         Goal(name="seconds to deploy one", goal="", measured=deploy_s, met=True),

@@ -232,7 +232,8 @@ class Controller(Actor):
                 if message.place is not None:
                     self._places[gpu] = message.place
                     self._know_topology()
-                self._perform(ev.ExecutorUp(gpu, epoch, message.stats))
+                up = ev.ExecutorUp(gpu, epoch, message.stats, message.context_nbytes, message.beside_nbytes)
+                self._perform(up)
                 self._choose_pool()
                 self._tell_device()
             case m.Done() | m.Pressed() | m.Awake() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded():

@@ -66,7 +66,8 @@ def status(
                     entry(name)["runtimes"].append(told)
     return {
         "gpus": {
-            n: _gpu(scheduler, gpu, hellos.get(n), now_s) | {"trouble": list(news.troubles.get(n, ()))}
+            n: _gpu(scheduler, gpu, hellos.get(n), len(news.runtimes.get(n, ())), now_s)
+            | {"trouble": list(news.troubles.get(n, ()))}
             for n, gpu in sorted(scheduler.gpus.items())
         },
         "functions": functions,
@@ -83,7 +84,8 @@ def fragmentation(stats: m.PoolStats) -> float:
     return round(max(0.0, 1.0 - stats.largest_nbytes / stats.free_nbytes), 4)
 
 
-def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None, now_s: float) -> dict[str, Any]:
+def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None, runtimes: int, now_s: float) -> dict[str, Any]:
+    """With so many processes of runtimes."""
     stats = gpu.stats
     return {
         "epoch": gpu.epoch,
@@ -96,6 +98,9 @@ def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None, now_s: float) ->
         "kv_nbytes": stats.kv_nbytes,
         "lost_nbytes": stats.lost_nbytes,
         "activation_nbytes": stats.activation_nbytes,
+        "context_nbytes": gpu.context_nbytes,
+        "contexts_nbytes": gpu.context_nbytes * runtimes,
+        "beside_nbytes": gpu.beside_nbytes,
         "free_nbytes": stats.free_nbytes,
         "largest_free_nbytes": stats.largest_nbytes,
         "fragmentation": fragmentation(stats),

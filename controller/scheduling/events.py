@@ -54,11 +54,15 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class ExecutorUp(_Event, frozen=True):
-    """With the books of its pool, in which nothing is resident yet."""
+    """With the books of its pool, in which nothing is resident yet. A runtime's process has ``context_nbytes`` of the
+    ``beside_nbytes`` that there are beside the pool.
+    """
 
     gpu: int
     epoch: int
     stats: PoolStats
+    context_nbytes: int = 0
+    beside_nbytes: int = 0
 
 
 class ExecutorDown(_Event, frozen=True):

@@ -6,6 +6,7 @@ What makes a first token late and can be there before, as artefacts:
   it; what a model has beyond its base, which is of use only beside that;
 * a runtime of a language model, worth the time that its process takes to be there, with its context and its kernels. A
   lease opens it while its model is copied, so without the model it would save little, and it is held beside that only.
+  Its context lies beside the pool, in what the executor has found there.
 
 A function's process with its interpreter and libraries is there as long as it is deployed, and so is the process from
 which runtimes are forked: there is nothing to choose.
@@ -19,6 +20,7 @@ from typing import Final
 
 from dormouse.controller.scheduling.families import Families, ModelFamily, per_byte, per_second
 from dormouse.controller.scheduling.filling import FEW, Artefact, Greed, Slices, filling
+from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
 
@@ -27,6 +29,9 @@ LEAST: Final = 0.01
 
 KEEP: Final = 4.0
 """What is there is worth so many times as much as what could take its place: copies are not for nothing."""
+
+BESIDE: Final = "beside"
+"""The place of contexts: a GPU's memory that is not its pool's. The place of all else is "", the pool."""
 
 PROCESS: Final = " "
 """Begins the key of a runtime: no function's name does."""
@@ -37,10 +42,19 @@ class _ModelPart:
     it is worth to all of them. So many bytes are ``here``.
     """
 
-    __slots__ = ("beyond_nbytes", "here", "models", "nbytes", "needs", "own", "process", "value")
+    __slots__ = ("beyond_nbytes", "here", "models", "nbytes", "needs", "own", "place", "process", "value")
 
-    def __init__(self, nbytes: int, beyond_nbytes: int, needs: str, own: Model | None, process: bool = False) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        beyond_nbytes: int,
+        needs: str,
+        own: Model | None,
+        process: bool = False,
+        place: str = "",
+    ) -> None:
         self.nbytes, self.beyond_nbytes, self.needs, self.own, self.process = nbytes, beyond_nbytes, needs, own, process
+        self.place = place
         self.models: list[Model] = []
         self.value = 0.0
         self.here = 0
@@ -56,7 +70,7 @@ class _ModelPart:
         if self.leased:
             nbytes = here = 0
         value = self.value * (1.0 + (KEEP - 1.0) * here / nbytes) if here else self.value
-        return Artefact(key, "", nbytes, value, self.needs)
+        return Artefact(key, self.place, nbytes, value, self.needs)
 
     @property
     def leased(self) -> bool:
@@ -110,21 +124,22 @@ class Holding:
         room_nbytes = gpu.stats.free_nbytes + sum([part.room_nbytes for part in self._parts.values()])
         known = [model for name in gpu.resident if (model := families.model(name)) is not None]
         room_nbytes = max(0, room_nbytes - max([model.peak_nbytes for model in known], default=0))
+        room = {"": room_nbytes, BESIDE: self._beside_nbytes}
         yield len(known)
         others = [name for _, name in families.order if name not in here]
         if len(families) > FEW:
-            yield from self._densest(artefacts, others, room_nbytes, now_s)
+            yield from self._densest(artefacts, others, room, now_s)
             return
         for name in others:
             if (each := families.by_name.get(name)) is not None:
                 artefacts += yield from self._artefacts(each, now_s)
-        yield from self._missing((yield from filling(artefacts, {"": room_nbytes})))
+        yield from self._missing((yield from filling(artefacts, room)))
 
     def _densest(
-        self, artefacts: list[Artefact], others: Iterable[str], room_nbytes: int, now_s: float
+        self, artefacts: list[Artefact], others: Iterable[str], room: dict[str, int], now_s: float
     ) -> Generator[int | Model, None, None]:
         """As `filling` does it where there are many, as far as it is looked."""
-        greed, families = Greed({"": room_nbytes}), self._families.by_name
+        greed, families = Greed(room), self._families.by_name
         yield from greed.offer(artefacts)
         for name in others:
             yield 2
@@ -133,7 +148,7 @@ class Holding:
                 continue
             if (only := family.only) is not None and not self._may_be_held(only):
                 continue  # as most of what others have
-            most = family.most_per_byte(now_s) * room_nbytes
+            most = family.most_per_byte(now_s) * room[""]
             while greed.densest > most:
                 yield from self._missing((yield from greed.next()))
             if family.least_nbytes <= greed.left[""]:
@@ -173,12 +188,22 @@ class Holding:
             if worth and self._lacks_runtime(model):
                 key = f"{PROCESS}{model.runtime}"
                 if key not in parts:
-                    parts[key] = _ModelPart(
-                        function.context_nbytes, 0, base if base_nbytes else own, None, process=True
-                    )
+                    parts[key] = self._runtime(function, base if base_nbytes else own)
                 parts[key].add(model, per_second(function, now_s) * function.start_s, number)
         self._parts |= parts
         return [part.artefact(key) for key, part in parts.items()]
+
+    def _runtime(self, function: Function, needs: str) -> _ModelPart:
+        """In the memory for models, if the function says so, else beside it."""
+        if function.context_nbytes or not self.gpu.context_nbytes:
+            return _ModelPart(function.context_nbytes, 0, needs, None, process=True)
+        return _ModelPart(self.gpu.context_nbytes, 0, needs, None, process=True, place=BESIDE)
+
+    @property
+    def _beside_nbytes(self) -> int:
+        """That no runtime's context has."""
+        gpu = self.gpu
+        return max(0, gpu.beside_nbytes - gpu.context_nbytes * len(gpu.runtimes))
 
     def _lacks_runtime(self, model: Model) -> bool:
         return bool(model.runtime) and model.runtime not in self.gpu.runtimes and not self._opened(model.runtime)

@@ -41,6 +41,7 @@ class Inventory:
         stats = event.stats
         capacity = stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes + stats.free_nbytes
         gpu = self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
+        gpu.context_nbytes, gpu.beside_nbytes = event.context_nbytes, event.beside_nbytes
         self._gpus_changed(topology)
         return gpu
 

@@ -188,7 +188,9 @@ class Gpu:
     """
 
     __slots__ = (
+        "beside_nbytes",
         "capacity_nbytes",
+        "context_nbytes",
         "epoch",
         "held",
         "last_preload",
@@ -211,6 +213,7 @@ class Gpu:
         self.epoch = epoch
         self.stats = stats
         self.capacity_nbytes = capacity_nbytes
+        self.context_nbytes = self.beside_nbytes = 0  # of a runtime's process, and for all of them, beside the pool
         self.neighbours: list[Gpu] = []
         self.held: list[Waiting] = []
         self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each

@@ -133,6 +133,8 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  weights_nbytes kv_nbytes (of language models,
                  when a lease last began or ended)
                  lost_nbytes activation_nbytes free_nbytes
+                 context_nbytes (of a runtime's process, on a real GPU)
+                 contexts_nbytes (of all there) beside_nbytes (for them)
                  largest_free_nbytes fragmentation moved_nbytes segments
                  busy_with (who has a turn; of several, who ends first)
                  turns: function idle (gives the GPU nothing for now)

@@ -12,7 +12,7 @@ from dormouse.core.problems import problems, standing, strangers
 
 GPU: Final = [
     "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
-    "fragmentation", "moved", "segments",
+    "fragmentation", "moved", "segments", "contexts",
 ]  # fmt: skip
 FUNCTION: Final = [
     "name", "state", "instances", "queued", "requests", "p50_ms", "p99_ms", "wakes", "evictions", "outcomes",
@@ -186,7 +186,15 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "fragmentation": None if share is None else f"{share:.0%}",
         "moved": size(gpu.get("moved_nbytes")),
         "segments": gpu.get("segments"),
+        "contexts": contexts(gpu),
     }
+
+
+def contexts(gpu: dict[str, Any]) -> str | None:
+    """Of runtimes, and what they have room for beside the pool; None: emulated."""
+    if not gpu.get("context_nbytes"):
+        return None
+    return f"{size(gpu.get('contexts_nbytes'))} of {size(gpu.get('beside_nbytes'))}"
 
 
 def turns(gpu: dict[str, Any]) -> str | None:

@@ -79,6 +79,8 @@ class Device(Protocol):
     torch_device: torch.device
     pool_nbytes: int
     activation_nbytes: int  # memory of their own, if they have any
+    context_nbytes: int  # of GPU memory that a process's context takes; 0: emulated
+    beside_nbytes: int  # of GPU memory that is nobody's budget: for contexts of runtimes, and what libraries load
     strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
     activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own

@@ -117,6 +117,8 @@ class Executor(Actor):
                 reason=reason,
                 stats=self.leases.machine.stats(),
                 place=self.device.place,
+                context_nbytes=self.device.context_nbytes,
+                beside_nbytes=self.device.beside_nbytes,
             )
         )
         self._greeted = True

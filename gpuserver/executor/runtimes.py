@@ -4,6 +4,9 @@ say goes to the leases, and what they and their instances say to each other pass
 On the executor's thread. A runtime serves the instances of one group (lease/runtimes.py), or one instance, until all of
 them are gone, and never others. That it is dead is known from its pidfd, not from its socket: as long as it lives, it
 may have memory mapped.
+
+On a real GPU each of them has a context, beside the pool. When there is no room for one more, processes in which nobody
+has a lease end first, those that were used longest ago before others; where there are none, CUDA says what it can do.
 """
 
 import os
@@ -80,6 +83,7 @@ class Runtimes:
         self._batching = batching
         self._runtimes: dict[str, Runtime] = {}  # by name
         self._living: list[Runtime] = []  # these, and those that are being ended
+        self._unforked: dict[Runtime, tuple[m.SpawnRuntime, socket.socket]] = {}  # of these, until there is room
         self._leases: dict[int, str] = {}  # instance by serial
         self._ahead = AheadOfLease()
         self._numbers = 0
@@ -143,6 +147,7 @@ class Runtimes:
             if not isinstance(message, MAKES):
                 return  # it has died
             runtime = self._spawn(name)
+        self._runtimes[name] = self._runtimes.pop(name)  # the one that was used last
         self._leases[serial] = runtime.serials[serial] = instance
         if instance in self._uids:
             runtime.members[instance] = None
@@ -165,8 +170,8 @@ class Runtimes:
             runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
 
     def open(self, instance: str, name: str) -> None:
-        """Have it there before a lease wants it: for as long as its instances are."""
-        if instance in self._uids and name not in self._runtimes:
+        """Have it there before a lease wants it, if there is room: for as long as its instances are."""
+        if instance in self._uids and name not in self._runtimes and self._fits(len(self._living)):
             self._spawn(name).members[instance] = None
 
     def _give(self, runtime: Runtime, serial: int, instance: str, message: m.GranulesGiven) -> None:
@@ -227,8 +232,27 @@ class Runtimes:
             activation_nbytes=self._device.activation_nbytes,
             batching=self._batching,
         )
-        self._zygote.fork(spawn, theirs)
+        self._unforked[runtime] = spawn, theirs
+        self._fork()
         return runtime
+
+    def _fits(self, there: int) -> bool:
+        """Whether the context of one more has room beside the pool; one always may try."""
+        return not there or (there + 1) * self._device.context_nbytes <= self._device.beside_nbytes
+
+    def _fork(self) -> None:
+        """What is to be, if its context has room. When one has ended that makes room, this is looked at again."""
+        while self._unforked:
+            there = [each for each in self._living if each not in self._unforked]
+            if not self._fits(len(there)):
+                if any(each.ending for each in there):
+                    return
+                resting = (each for each in self._runtimes.values() if each.pidfd >= 0 and not each.serials)
+                if (first := next(resting, None)) is not None:
+                    self._kill(first)
+                    return
+            runtime = next(iter(self._unforked))
+            self._zygote.fork(*self._unforked.pop(runtime))
 
     def _spawned(self, number: int, pidfd: int) -> None:
         runtime = next((each for each in self._living if each.number == number), None)
@@ -294,6 +318,8 @@ class Runtimes:
 
     def _kill(self, runtime: Runtime) -> None:
         runtime.ending = True
+        if runtime in self._unforked:
+            self._host.loop.call_soon(self._gone, runtime)
         if runtime.pidfd >= 0 and not runtime.dead:
             with suppress(ProcessLookupError):  # it has ended by itself
                 signal.pidfd_send_signal(runtime.pidfd, signal.SIGKILL)
@@ -315,14 +341,20 @@ class Runtimes:
         for _, fds in runtime.waiting:
             close_all(fds)
         self._living.remove(runtime)
+        if (unforked := self._unforked.pop(runtime, None)) is not None:
+            unforked[1].close()
         if self._runtimes.get(runtime.name) is runtime:
             del self._runtimes[runtime.name]
         if runtime.serials:
             self._host.log.warning("runtime_died", runtime=runtime.name)
             self._dispatch(e.RuntimeGone(runtime.name))
+        self._fork()
 
     def close(self) -> None:
         """All of them are ended; this process is about to be."""
+        for _, theirs in self._unforked.values():
+            theirs.close()
+        self._unforked.clear()
         for runtime in list(self._living):
             self._kill(runtime)
             runtime.connection.close()

@@ -167,7 +167,8 @@ class GpuPlace(Message, frozen=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True, tag=1):
     """An executor is up. ``pool`` is its strategy; ``reason`` says why this device was chosen. An emulated GPU has no
-    ``place``.
+    ``place``. Processes of runtimes have contexts of about ``context_nbytes`` each, beside the pool, where there are
+    ``beside_nbytes``.
     """
 
     info: DeviceInfo
@@ -175,6 +176,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=1):
     reason: str
     stats: PoolStats
     place: GpuPlace | None = None
+    context_nbytes: int = 0
+    beside_nbytes: int = 0
 
 
 class Done(Message, frozen=True, kw_only=True, tag=2):

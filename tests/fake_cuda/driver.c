@@ -57,6 +57,9 @@ unsigned long long of_machine(int device, const char *word)
     return look_up(device, word, value, sizeof value) ? strtoull(value, NULL, 0) : 0;
 }
 
+/* What this process's context takes. */
+size_t context_nbytes(int device) { return contexts[device].retained ? of_machine(device, "context") : 0; }
+
 /* What a driver does at first and a sandbox may refuse: it names a thread by a file, and makes a file in memory. */
 static bool may_begin(void)
 {

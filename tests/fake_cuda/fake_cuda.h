@@ -132,6 +132,7 @@ CUresult violation(CUresult result, const char *format, ...) __attribute__((form
 CUresult injected(const char *point, bool *sticky); /* the failure that was ordered for here, or SUCCESS */
 unsigned long long setting(const char *name, unsigned long long otherwise);
 unsigned long long of_machine(int device, const char *word);
+size_t context_nbytes(int device);
 
 /* ---- driver.c */
 

@@ -15,7 +15,7 @@ size_t used_nbytes[MAX_DEVICES];
 
 size_t free_nbytes(int device)
 {
-    size_t held = used_nbytes[device] + of_machine(device, "taken");
+    size_t held = used_nbytes[device] + of_machine(device, "taken") + context_nbytes(device);
     return held < device_nbytes ? device_nbytes - held : 0;
 }
 

@@ -104,6 +104,35 @@ def test_weights_can_only_be_read_and_the_process_that_forks_has_no_device(
     assert (loads_cuda(runtime), loads_cuda(zygote), mapped(zygote)) == (True, False, [])
 
 
+def contexts(node: TestNode) -> int:
+    return int(node.status()["gpus"]["0"]["contexts_nbytes"])
+
+
+def test_where_contexts_have_room_for_two_a_runtime_that_rests_ends_for_a_third(
+    fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the pool, the activations and what the executor has for copies there are 236 MiB."""
+    machine = tmp_path / "machine"
+    machine.write_text(f"0 context {100 << 20}\n")
+    monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(400 << 20))
+    found = make_folder(tmp_path / "llama")
+    with running_node(POOL + 'pool = "pages"\nseat_idle_ms = 500\n') as node, connected(node) as client:
+        for name in "abc":
+            deploy(node, name, tmp_path / "llama", isolation="function")
+        pids: list[int] = []
+        for name in "abca":
+            assert ask(client, "one two", 12, name) == expected(found, "one two", 12)
+            node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 120, "the lease to end")
+            (runtime,) = node.status()["functions"][name]["runtimes"]
+            pids.append(runtime["pid"])
+            node.wait(lambda: set(runtimes(node)) == set(pids[-2:]), 120, "the one that rests for longest to end")
+            node.wait(lambda: contexts(node) == min(len(pids), 2) * (100 << 20), 120, "the node to know of it")
+        assert len(set(pids)) == 4
+        gpu = node.status()["gpus"]["0"]
+        assert (gpu["context_nbytes"], gpu["beside_nbytes"]) == (100 << 20, 236 << 20)
+
+
 def test_an_ordinary_function_and_a_model_that_both_need_the_room(node: TestNode, model: PreTrainedModel) -> None:
     """The function fills the pool but for a granule: one of them leaves for the other, in turns."""
     node.deployed("large", LARGE)

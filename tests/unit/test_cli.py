@@ -306,7 +306,7 @@ def test_status(dormouse: Any) -> None:
     gpu, other = rows(lines, "gpu")
     assert list(gpu.values()) == [
         "0", "Emulated", "regions", "f", "1", "3.0 GiB", "6.0 MiB", "0 B", "512 B", "3.9 KiB",
-        "2.9 KiB", "25%", "1.0 MiB", "7",
+        "2.9 KiB", "25%", "1.0 MiB", "7", "-",
     ]  # fmt: skip
     assert (other["gpu"], other["turn"], other["seats"], other["weights"]) == ("1", "-", "-", "-")
     function, new = rows(lines, "name")

@@ -56,7 +56,7 @@ class World:
             info = m.DeviceInfo(name="Emulated", total_nbytes=1000, capability=(9, 0), multiprocessors=1)
             stats = m.PoolStats(free_nbytes=1000 - number, largest_nbytes=1000 - number)
             self.hellos[number] = m.Hello(info=info, pool="regions", reason="no driver", stats=stats)
-            self.core.handle(ev.ExecutorUp(number, 4, stats), 0.0)
+            self.core.handle(ev.ExecutorUp(number, 4, stats, 7, 70), 0.0)
         self.core.handle(ev.ExecutorDown(0), 0.0)
         for instance in ("i-a", "i-b"):
             self.core.handle(ev.InstanceKnown(instance, instance[2:]), 0.0)
@@ -92,7 +92,9 @@ def test_runtimes_of_a_language_model() -> None:
     news.heard(1, m.RuntimeLoad(instances=["i-a"], number=7, pid=99, load=load))
     news.heard(1, m.RuntimeLoad(instances=["i-b"], number=8, pid=98, load=load))
     news.heard(1, m.RuntimeLoad(instances=["i-b"], number=8, pid=0, load=None))
-    functions = status(world.core, world.hellos, ["a", "b"], STORE, world.report, 5.0, news)["functions"]
+    told = status(world.core, world.hellos, ["a", "b"], STORE, world.report, 5.0, news)
+    functions = told["functions"]
+    assert [told["gpus"][number]["contexts_nbytes"] for number in (0, 1)] == [0, 7]
     assert functions["b"]["runtimes"] == []
     (told,) = functions["a"]["runtimes"]
     assert (told["gpu"], told["pid"], told["running"], told["waiting"], told["preempted"]) == (1, 99, 1, 2, 3)
@@ -120,6 +122,9 @@ def test_a_gpu() -> None:
         "kv_nbytes": 40,
         "lost_nbytes": 20,
         "activation_nbytes": 80,
+        "context_nbytes": 7,
+        "contexts_nbytes": 0,
+        "beside_nbytes": 70,
         "free_nbytes": 400,
         "largest_free_nbytes": 300,
         "fragmentation": 0.25,

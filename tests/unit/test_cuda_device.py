@@ -5,8 +5,11 @@ the first part fails if the wait that it is about is taken out.
 """
 
 import ctypes
+import os
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import copies, driver, host, torch_adapter
+from dormouse.gpuserver.device.cuda.budget import CONTEXT_NBYTES, context_nbytes
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.cuda.memory import CudaGranules
+from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
@@ -348,6 +353,25 @@ def test_no_memory_in_the_middle_of_a_remap(control: Control) -> None:
         assert content(device, G, G) == b"\3" * G
     device.remap([], new)
     device.close()
+
+
+@in_child()
+def test_what_a_context_takes_is_measured_unless_others_hold_memory(control: Control) -> None:
+    """What is free beside the pool and the activations is for the contexts of runtimes."""
+    machine = Path(tempfile.mkdtemp()) / "machine"
+    os.environ["FAKE_CUDA_MACHINE"] = str(machine)
+    machine.write_text(f"0 context {40 * MIB}\n")
+    device = opened()
+    assert device.context_nbytes == 40 * MIB
+    free_nbytes, whole_nbytes = driver.memory_info()
+    assert device.beside_nbytes == free_nbytes - 16 * MIB
+    assert whole_nbytes - 40 * MIB - 80 * MIB - SCRATCH_NBYTES == device.beside_nbytes
+    device.close()
+
+
+def test_where_others_hold_memory_a_context_is_taken_to_be_as_published() -> None:
+    assert context_nbytes(80 << 30, (80 << 30) + (600 << 20)) == 600 << 20
+    assert context_nbytes(60 << 30, 80 << 30) == CONTEXT_NBYTES
 
 
 @in_child()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -194,6 +195,7 @@ class Forking:
 
         class Device:
             address_nbytes, ordinal, activation_nbytes = 1 << 30, -1, 0
+            context_nbytes = beside_nbytes = 0
 
         class Loop:
             def add_reader(self, *_: Any) -> None: ...
@@ -222,6 +224,7 @@ class Forking:
         monkeypatch.setattr(PacketSocket, "serve", lambda *_: None)
         host: Any = Host()
         device: Any = Device()
+        self.device = device
         self.runtimes = Runtimes(host, device, self.events.append, 1, yield_s=1.0, leave_s=1.0, first_uid=90_000)
 
     def attach(self, instance: str, uid: int) -> None:
@@ -270,6 +273,45 @@ def test_a_runtime_lives_until_the_last_of_its_instances_is_gone(forking: Forkin
     forking.runtimes.detach("1-2")
     assert shared.ending
     assert len(forking.spawned) == 2
+
+
+def test_where_no_context_has_room_the_one_that_rests_for_longest_ends_first(forking: Forking) -> None:
+    """The new one is forked when that is gone: its context would find no memory before."""
+    forking.device.context_nbytes, forking.device.beside_nbytes = 100, 399
+    for number, instance in enumerate("abcdef"):
+        forking.attach(instance, 61_000 + number)
+    first, second, third = (forking.begin(number, name, name) for number, name in enumerate("abc"))
+    with processes(3) as pidfds:
+        for runtime, pidfd in zip((first, second, third), pidfds, strict=True):
+            forking.runtimes._spawned(runtime.number, pidfd)
+        for serial in (0, 1):
+            forking.runtimes.lease_over(serial)
+        forking.begin(3, "a", "a")
+        forking.runtimes.lease_over(3)  # so b was used longest ago
+        forking.runtimes.open("d", "d")
+        assert "d" not in forking.runtimes._runtimes  # none ends for one that nobody has asked for
+        fourth = forking.begin(4, "d", "d")
+        assert (first.ending, second.ending, third.ending) == (False, True, False)
+        assert len(forking.spawned) == 3
+        forking.runtimes._gone(second)
+        assert [spawn.number for spawn in forking.spawned] == [1, 2, 3, fourth.number]
+        forking.begin(5, "a", "a")
+        forking.begin(6, "e", "e")  # nobody rests: CUDA says whether there is room
+        assert len(forking.spawned) == 5
+        assert not any(each.ending for each in (first, third, fourth))
+        forking.runtimes._gone(first)
+        forking.runtimes._gone(third)
+
+
+@contextmanager
+def processes(count: int) -> Iterator[list[int]]:
+    made = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
+    try:
+        yield [os.pidfd_open(process.pid) for process in made]
+    finally:
+        for process in made:
+            process.kill()
+            process.wait()
 
 
 def test_one_that_has_served_a_group_is_never_given_to_another(forking: Forking) -> None:

@@ -389,6 +389,32 @@ def test_a_runtime_that_is_what_is_missing_is_opened() -> None:
     assert node.later(10 * PLAN_S) == []
 
 
+def two_runtimes(beside_nbytes: int) -> list[str]:
+    """Which of two are opened where their models are there, and a context takes 100 MB."""
+    node = Node(room_mb=500)
+    node.do(ev.ExecutorUp(0, 1, node.stats(0), 100 * MB, beside_nbytes))
+    for name, times in (("often", 9), ("seldom", 2)):
+        node.do(ev.FunctionKnown(name, 1.0, 0.98, 1.0, tpot_s=0.1))
+        node.do(ev.InstanceKnown(name, name, "", name))
+        node.do(ev.ModelSized(name, 1, 100 * MB))
+        node.use(name, times)
+    opened: list[str] = []
+    while orders := node.later(10 * PLAN_S):
+        (order,) = orders
+        assert order.nbytes == 0
+        opened.append(order.instance)
+        node.do(ev.RuntimesOn(0, 1, tuple(sorted(opened))))
+        node.preloaded(order)
+    return opened
+
+
+def test_a_runtime_is_opened_where_its_context_has_room_beside_the_pool() -> None:
+    """The pool has room for both; of two, the one comes that saves more."""
+    assert two_runtimes(200 * MB) == ["often", "seldom"]
+    assert two_runtimes(199 * MB) == ["often"]
+    assert two_runtimes(99 * MB) == []
+
+
 def test_no_runtime_without_its_model() -> None:
     """It would be there no later than the copy that a request waits for in any case."""
     node = Node(room_mb=150)

@@ -25,7 +25,7 @@ import torch
 from dormouse.core.memory.pools.protocol import Mapping, Pool
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver, nvml
-from dormouse.gpuserver.device.cuda.budget import crowding, divided
+from dormouse.gpuserver.device.cuda.budget import context_nbytes, crowding, divided
 from dormouse.gpuserver.device.cuda.copies import CopyStream, CudaCopyJob
 from dormouse.gpuserver.device.cuda.host import HostSlab, Pinner, Source, Staging
 from dormouse.gpuserver.device.cuda.memory import SMALL_NBYTES, CudaBlock, CudaGranules, CudaMemory, contiguous
@@ -78,9 +78,12 @@ class CudaDevice:
         self._context = CudaContext(ordinal)
         self._closed = False
         device = self._context.device
+        free_nbytes, whole_nbytes = driver.memory_info()
+        self.context_nbytes = context_nbytes(free_nbytes, whole_nbytes)
         budget = divided(
             ordinal,
-            *driver.memory_info(),
+            free_nbytes,
+            whole_nbytes,
             memory_nbytes=memory_nbytes,
             activation_nbytes=activation_nbytes,
             scratch_nbytes=SCRATCH_NBYTES,
@@ -117,6 +120,7 @@ class CudaDevice:
         self._copies = CopyStream(self._context, chunk_nbytes, lambda error: self.on_lost(error))
         self._copies.staging.reserve()
         self._out_staging.reserve()
+        self.beside_nbytes = max(0, driver.memory_info()[0] - self.activation_nbytes)
         self._pinner = Pinner(self._context, lambda text: self.on_trouble(text), lambda error: self.on_lost(error))
 
     # --- memory

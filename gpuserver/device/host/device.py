@@ -91,6 +91,7 @@ class HostDevice:
         chunk_nbytes: int = CHUNK_NBYTES,
         pool: str = "regions",
     ) -> None:
+        self.context_nbytes = self.beside_nbytes = 0
         self.info = DeviceInfo(
             name="Dormouse emulated GPU", total_nbytes=total_nbytes, capability=CAPABILITY, multiprocessors=threads
         )
