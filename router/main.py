@@ -109,9 +109,11 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history, self.jobs, self._vault)
-        self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
+        admin = Admin(
+            self, keys, audit, self._keeper, self._asks, self._logs, self._history, self.jobs, self._vault, gate.passes
+        )
+        self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         self.jobs.open()
         self.traces.open()
         self._watch = Sampler(self, admin.status, gate.admits)

@@ -237,6 +237,10 @@ class SetSecret(Packet, frozen=True, kw_only=True, tag=25):
     value: str
 
 
+class OpenDashboard(Packet, frozen=True, kw_only=True, tag=27):
+    """A link to the dashboard, good once and soon, with which a browser needs no key."""
+
+
 class RemoveSecret(Packet, frozen=True, kw_only=True, tag=26):
     tenant: str
     name: str
@@ -267,6 +271,7 @@ Act = (
     | Secrets
     | SetSecret
     | RemoveSecret
+    | OpenDashboard
 )
 """What a caller may want; whether it may is decided for each."""
 

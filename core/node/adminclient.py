@@ -52,6 +52,10 @@ class AdminClient:
         """The scheduler's settings, changed so."""
         return self._asked(a.Policy(changes=changes), dict[str, Any])
 
+    def dashboard(self) -> str:
+        """A link to it, good once and for a minute."""
+        return self._asked(a.OpenDashboard(), dict[str, str])["url"]
+
     def drain(self, undo: bool = False) -> bool:
         """Whether it has drained, once nothing runs any more; with ``undo`` at once."""
         with self._conversation(None) as conversation:

@@ -60,7 +60,7 @@ for command in (
     *(cli_requests.requests, cli_requests.jobs, cli_requests.job),
     *(cli_versions.history, cli_versions.rollback, cli_versions.pin, cli_versions.unpin),
     *(cli_cost.cost, cli_keys.keys, cli_secrets.secret, cli_completion.completion, cli_service.install_service),
-    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_offline.simulate, cli_offline.replay),
+    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_dev.dashboard, cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)
 

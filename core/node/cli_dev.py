@@ -1,5 +1,6 @@
-"""`dormouse dev` and `dormouse top`: what a person leaves running in a terminal until Ctrl-C."""
+"""`dormouse dev` and `dormouse top`, which a person leaves running in a terminal until Ctrl-C; `dormouse dashboard`."""
 
+import os
 import shutil
 import sys
 import threading
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 LOOK_S: Final = 0.3
 """Between two looks at the folder: shorter than it takes to change windows."""
+
+
+SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
+"""Variables of which one is set where a browser has a screen."""
 
 
 @click.command()
@@ -85,3 +90,20 @@ def top(context: CommandContext, every: float) -> None:
         click.clear()
         statusview.screen(value, shutil.get_terminal_size().lines)
         time.sleep(every)
+
+
+@click.command()
+@click.option("--print", "only_print", is_flag=True, help="Do not open a browser.")
+@pass_context
+def dashboard(context: CommandContext, only_print: bool) -> None:
+    """Print a link to the dashboard, and open it where there is a screen.
+
+    The link is good once, and for a minute. The browser tab that opens it needs no key: it may do what a key of the
+    scope admin may, for twelve hours or until the node's router ends.
+    """
+    link = context.client.dashboard()
+    click.echo(link)
+    if not only_print and sys.stdout.isatty() and SCREENS & os.environ.keys():
+        import webbrowser
+
+        webbrowser.open(link)

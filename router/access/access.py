@@ -29,6 +29,8 @@ class Act(Enum):
     HEALTH = "health"
     READY = "ready"
     DASHBOARD = "dashboard"
+    OPEN_DASHBOARD = "dashboard open"
+    SESSION = "session"
     WATCH = "watch"
     ERRORS = "errors"
     METRICS = "metrics"
@@ -69,6 +71,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.HEALTH: None,
     Act.READY: None,
     Act.DASHBOARD: None,
+    Act.OPEN_DASHBOARD: "keys",
+    Act.SESSION: None,
     Act.WATCH: "deploy",
     Act.ERRORS: "deploy",
     Act.INVOKE: "invoke",
@@ -164,6 +168,7 @@ ROUTES: Final = (
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
     Route(Act.REQUESTS, "GET", re.compile(r"/admin/requests")),
     Route(Act.WATCH, "GET", re.compile(r"/admin/watch")),
+    Route(Act.SESSION, "POST", re.compile(r"/dashboard/session")),
     Route(Act.DASHBOARD, "GET", re.compile(r"/(?:dashboard/([a-z]+\.[a-z]+))?")),
 )
 """All that there is over HTTP."""
@@ -187,6 +192,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Usage: Act.USAGE,
     a.RecentRequests: Act.REQUESTS,
     a.Logs: Act.LOGS,
+    a.OpenDashboard: Act.OPEN_DASHBOARD,
     a.Keys: Act.KEYS,
     a.CreateKey: Act.CREATE_KEY,
     a.RevokeKey: Act.REVOKE_KEY,
@@ -205,11 +211,16 @@ CALLS: Final = frozenset(
 OPEN: Final = CALLS | {Act.METRICS, Act.WATCH}
 """What needs no key where a node is open."""
 
-ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD}
+ADMINISTRATIVE: Final = (
+    frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD, Act.SESSION}
+)
 """Whose refusals the audit log has."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}
 """What pages of ``[node] cors`` may ask for."""
+
+FOR_OWN_PAGES: Final = FOR_PAGES | {Act.SESSION}
+"""What the node's own pages may send."""
 
 
 @dataclass(frozen=True, slots=True)

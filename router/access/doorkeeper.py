@@ -9,7 +9,19 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from dormouse.core.exposure import is_loopback
-from dormouse.router.access.access import ANYBODY, FOR_PAGES, NEEDS, OPEN, Act, Caller, Refusal, Right, Route, find
+from dormouse.router.access.access import (
+    ANYBODY,
+    FOR_OWN_PAGES,
+    FOR_PAGES,
+    NEEDS,
+    OPEN,
+    Act,
+    Caller,
+    Refusal,
+    Right,
+    Route,
+    find,
+)
 
 _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Types that a web page may send anywhere without asking first (Fetch standard, "CORS-safelisted")."""
@@ -117,7 +129,12 @@ class Doorkeeper:
             return None  # it is the same for everybody, and others may link to it
         if act in FOR_PAGES and self.cors_headers(h):
             return None
-        if h.origin is not None and _own(h.origin, h.host) and act in FOR_PAGES and h.site in (None, b"same-origin"):
+        if (
+            h.origin is not None
+            and _own(h.origin, h.host)
+            and act in FOR_OWN_PAGES
+            and h.site in (None, b"same-origin")
+        ):
             return None
         page = (h.origin or b"another site").decode("latin-1")[:200]
         if act not in FOR_PAGES:

@@ -16,6 +16,7 @@ from dormouse.core.rate import Bucket
 from dormouse.router.access import access
 from dormouse.router.access.access import Caller, Refusal, Route
 from dormouse.router.access.doorkeeper import Doorkeeper, Headers, Pairs
+from dormouse.router.access.passes import Passes
 from dormouse.schemas.messages import Failure
 
 
@@ -46,6 +47,7 @@ class HttpGate:
         self._audit = audit
         self._behind_proxy = node.behind_proxy
         self._rules = Doorkeeper(node.host, node.hosts, node.cors, node.behind_proxy, node.open_loopback)
+        self.passes = Passes(clock)
         self._clock = clock
         self._holders: dict[str, Caller] = {}  # by key; as many as there have been since the start, at most
         self._buckets: dict[str, Bucket] = {}  # likewise
@@ -66,7 +68,7 @@ class HttpGate:
             return _refused(found, extra)
         route, name = found
         key = self.keys.find(h.token) if h.token is not None else None
-        holder = self._holder(key) if key is not None else None
+        holder = self._holder(key) if key is not None else self.passes.find(h.token) if h.token is not None else None
         caller = self._rules.admit(route, h, holder, self.keys.wanted)
         if not isinstance(caller, Refusal) and key is not None and key.rate_s:
             caller = self._in_time(key) or caller
@@ -82,7 +84,11 @@ class HttpGate:
 
     def admits(self, caller: Caller) -> bool:
         """Whether who was let in once, and has stayed, would be let in now."""
-        return self.keys.holds(caller.key) if caller.key else self._rules.open(self.keys.wanted)
+        return (
+            self.keys.holds(caller.key) or self.passes.holds(caller.key)
+            if caller.key
+            else self._rules.open(self.keys.wanted)
+        )
 
     def _holder(self, key: Key) -> Caller:
         holder = self._holders.get(key.id)

@@ -21,6 +21,7 @@ from dormouse.core.keys import KeyFile, shown
 from dormouse.core.modelfolder import ADAPTER
 from dormouse.router.access import access, tenancy
 from dormouse.router.access.access import Caller
+from dormouse.router.access.passes import Passes
 from dormouse.router.admin import overview
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.deploying import NAME, Deploying, spec_of
@@ -62,6 +63,7 @@ Called = (
     | a.Secrets
     | a.SetSecret
     | a.RemoveSecret
+    | a.OpenDashboard
 )
 
 AGAIN_S: Final = 2.0
@@ -125,7 +127,9 @@ class Admin:
         history: History,
         jobs: Jobs,
         vault: Vault,
+        passes: Passes,
     ) -> None:
+        self._passes = passes
         self._jobs = jobs
         self._vault = vault
         self._history = history
@@ -215,6 +219,10 @@ class Admin:
                         drain.begin()
                     self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.begun)
                 return {"drained": False if undo else await drain.ended()}
+            case a.OpenDashboard():
+                with self._audited(caller, act, ""):
+                    self._permit(caller, act)
+                    return {"url": f"{overview.url(self._node)}/#ticket={self._passes.ticket(caller.name)}"}
             case a.Keys():
                 self._permit(caller, act)
                 return [shown(key) for key in self._keys.all()]
@@ -280,6 +288,14 @@ class Admin:
         await self._requests.knows_catalogue()
         controllers = await self._asks.controller_status()
         return overview.status(self._node, self._rows(), controllers)
+
+    def session(self, ticket: bytes) -> dict[str, str]:
+        """The key that a browser has for a link's ticket. Raises HttpError."""
+        key = self._passes.redeem(ticket)
+        if key is None:
+            text = "this link was used, or is older than a minute; `dormouse dashboard` on the node makes another"
+            raise refuse(403, "ticket_used", text)
+        return {"key": key}
 
     async def errors(self, caller: Caller, name: str) -> dict[str, Any]:
         """The last failures of a function's requests. Raises HttpError."""

@@ -84,6 +84,8 @@ async def route(
             await _watch(watch, caller, x)
         case Act.ERRORS:
             await x.answer_json(200, await admin.errors(caller, name))
+        case Act.SESSION:
+            await x.answer_json(200, admin.session(x.header(b"x-dormouse-ticket") or b""))
         case Act.DASHBOARD:
             data, kind = files.file(name)
             await x.answer(200, data, pages.HEADERS, kind)

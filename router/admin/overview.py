@@ -117,7 +117,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
     return {
         "node": {
             "name": node.config.node.name,
-            "address": f"{'https' if node.config.node.tls_cert else 'http'}://{host}:{port}",
+            "address": url(node),
             "host": host,
             "port": port,
             "run": str(node.paths.run),
@@ -140,6 +140,11 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
         "waits": controller.get("waits", {"oldest": [], "others": {}}),
         "tenants": tenants(node.config, picture),
     }
+
+
+def url(node: Node) -> str:
+    host, port = node.address
+    return f"{'https' if node.config.node.tls_cert else 'http'}://{host}:{port}"
 
 
 def bounded(status: dict[str, Any]) -> dict[str, Any]:

@@ -223,6 +223,12 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
         while log.readline():
             pass
         following.close()
+        _, _, ticket = node.admin.dashboard().partition("/#ticket=")
+        answers = [node.http("POST", "/dashboard/session", headers={"x-dormouse-ticket": ticket}) for _ in range(2)]
+        assert [(answer.status, answer.code) for answer in answers] == [(200, ""), (403, "ticket_used")]
+        with Stream(node, answers[0].body["key"]) as stream:
+            assert stream.until("rights", "snapshot") == ["admin", "deploy", "invoke", "metrics"]
+        assert "dashboard open" in (node.state / "audit.log").read_text()
 
 
 def test_the_end_of_the_node_ends_the_stream() -> None:

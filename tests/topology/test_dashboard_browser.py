@@ -321,6 +321,24 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(keyed: TestNode, asked: Brow
     asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions again")
 
 
+def test_a_link_of_who_is_at_the_node_needs_no_key_and_is_good_once(keyed: TestNode, asked: Browser) -> None:
+    link = keyed.admin.dashboard()
+    asked.open("about:blank")
+    asked.open(link)
+    asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions")
+    assert asked.run("return [location.href, document.getElementById('ask').hidden]") == [link.split("#")[0], True]
+    asked.run("location.reload()")
+    asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions again")
+    asked.run("sessionStorage.clear()")
+    asked.open("about:blank")
+    asked.open(link)
+    asked.wait(lambda: "this link was used" in asked.text("#problems"), "the page to say why")
+    assert functions(asked) == []
+    assert [
+        line for line in asked.console() if "401 (Unauthorized)" not in line and "403 (Forbidden)" not in line
+    ] == []
+
+
 def test_a_tenant_sees_its_own(keyed: TestNode, asked: Browser) -> None:
     enter(asked, key_of(keyed, scopes=("deploy",), tenant="shop"))
     asked.wait(lambda: functions(asked) == ["hostile"], "its function")

@@ -13,6 +13,7 @@ from dormouse.core.rate import Bucket
 from dormouse.router.access import access
 from dormouse.router.access.access import CALLS, NEEDS, OPEN, ROUTES, Act
 from dormouse.router.access.gate import Entered, HttpGate, Turned
+from dormouse.router.access.passes import MOST_SESSIONS, MOST_TICKETS, SESSION_S, TICKET_S
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
 
@@ -52,9 +53,10 @@ PATHS = {
     Act.USAGE: ("GET", "/admin/usage"),
     Act.REQUESTS: ("GET", "/admin/requests"),
     Act.WATCH: ("GET", "/admin/watch"),
+    Act.SESSION: ("POST", "/dashboard/session"),
     Act.DASHBOARD: ("GET", "/"),
 }
-NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE, Act.DASHBOARD}
+NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE, Act.DASHBOARD, Act.SESSION}
 DEPLOYS = {
     Act.SECRETS,
     Act.SET_SECRET,
@@ -467,3 +469,44 @@ def test_only_a_node_behind_a_proxy_notes_what_one_says(node: Node) -> None:
     assert node.code(*PATHS[Act.REMOVE], {"x-forwarded-for": "1.2.3.4"}) == (401, "unauthorized")
     line = json.loads(node.log.read_text())
     assert (line["who"], line["from"], line["act"], line["name"]) == ("anybody", "127.0.0.1:50000", "rm", "f")
+
+
+def _let_in(node: Node, token: str) -> int:
+    return node.code("GET", "/admin/status", {"authorization": f"Bearer {token}"})[0]
+
+
+def test_a_link_to_the_dashboard_is_good_once_and_soon_and_its_session_for_a_day(node: Node) -> None:
+    passes = node.gate.passes
+    ticket = passes.ticket("user ann")
+    assert _let_in(node, ticket) == 401, "it is no key"
+    key = passes.redeem(ticket.encode())
+    assert key is not None
+    assert passes.redeem(ticket.encode()) is None, "it was used"
+    judged = node.ask("GET", "/admin/status", {"authorization": f"Bearer {key}"})
+    assert isinstance(judged, Entered)
+    assert (judged.caller.rights, judged.caller.tenant) == (frozenset({"invoke", "deploy", "admin", "metrics"}), None)
+    assert judged.caller.name.endswith("of user ann")
+    assert node.gate.admits(judged.caller)
+    late = passes.ticket("user ann")
+    node.now_s += TICKET_S
+    assert passes.redeem(late.encode()) is None, "it is too late"
+    assert _let_in(node, key) == 200
+    node.now_s += SESSION_S - TICKET_S
+    assert _let_in(node, key) == 401
+    assert not node.gate.admits(judged.caller), "what it watches ends, too"
+
+
+def test_links_and_sessions_are_few(node: Node) -> None:
+    passes = node.gate.passes
+    first = passes.ticket("a")
+    for _ in range(MOST_TICKETS):
+        passes.ticket("a")
+    assert passes.redeem(first.encode()) is None
+    keys = [passes.redeem(passes.ticket("a").encode()) for _ in range(MOST_SESSIONS + 1)]
+    assert [_let_in(node, keys[place] or "") for place in (0, 1, -1)] == [401, 200, 200]
+
+
+def test_a_page_of_another_origin_begins_no_session(node: Node) -> None:
+    asked = "POST", "/dashboard/session"
+    assert node.code(*asked, {"origin": "http://evil.example", "sec-fetch-site": "cross-site"})[0] == 403
+    assert node.code(*asked, {"origin": "http://127.0.0.1:8700", "sec-fetch-site": "same-origin"})[0] == 200

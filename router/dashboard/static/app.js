@@ -70,6 +70,18 @@ function draw() {
   one.draw();
 }
 
+// --- a link of `dormouse dashboard`: its ticket is good once, so the browser's history shall not have it
+
+const ticket = location.hash.match(/^#ticket=(dt_[0-9a-f]+)$/);
+if (ticket) {
+  history.replaceState(null, "", location.pathname);
+  const answer = await fetch("/dashboard/session", {
+    method: "POST", headers: { "x-dormouse-ticket": ticket[1] }, credentials: "omit", cache: "no-store",
+  });
+  if (answer.ok) keys.set((await answer.json()).key);
+  else notes.push(await refusal(answer));
+}
+
 const [restart, stop] = watch({
   event,
   state(word, why) {
@@ -120,6 +132,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => part
 // --- places
 
 function place() {
+  if (location.hash.startsWith("#ticket=")) return location.reload();
   const match = location.hash.match(/^#\/f\/(.+)$/);
   let name = null;
   try {
