@@ -228,7 +228,7 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
         assert [(answer.status, answer.code) for answer in answers] == [(200, ""), (403, "ticket_used")]
         with Stream(node, answers[0].body["key"]) as stream:
             assert stream.until("rights", "snapshot") == ["admin", "deploy", "invoke", "metrics"]
-        assert "dashboard open" in (node.state / "audit.log").read_text()
+        assert "dashboard open" in (node.state / "logs" / "audit.log").read_text()
 
 
 def test_the_end_of_the_node_ends_the_stream() -> None:

@@ -1,7 +1,7 @@
 // Brings the stream to the parts of the page. The state is what the node has said last.
 
 import { byId, h, text } from "/dashboard/dom.js";
-import { keys, watch } from "/dashboard/stream.js";
+import { keys, refusal, watch } from "/dashboard/stream.js";
 import { Gpus } from "/dashboard/gpus.js";
 import { Timeline } from "/dashboard/timeline.js";
 import { Functions } from "/dashboard/functions.js";
@@ -72,6 +72,7 @@ function draw() {
 
 // --- a link of `dormouse dashboard`: its ticket is good once, so the browser's history shall not have it
 
+let used = ""; // why the link is good no more
 const ticket = location.hash.match(/^#ticket=(dt_[0-9a-f]+)$/);
 if (ticket) {
   history.replaceState(null, "", location.pathname);
@@ -79,7 +80,7 @@ if (ticket) {
     method: "POST", headers: { "x-dormouse-ticket": ticket[1] }, credentials: "omit", cache: "no-store",
   });
   if (answer.ok) keys.set((await answer.json()).key);
-  else notes.push(await refusal(answer));
+  else used = await refusal(answer);
 }
 
 const [restart, stop] = watch({
@@ -89,7 +90,7 @@ const [restart, stop] = watch({
     const pill = byId("link");
     pill.className = `pill ${connected ? "good" : "bad"}`;
     text(pill, word === "lost" ? `not connected: ${why}` : word === "refused" ? "needs a key" : "live");
-    if (word === "refused") ask(why);
+    if (word === "refused") ask(used || why);
     else if (connected) byId("ask").hidden = true;
   },
 });
@@ -107,6 +108,7 @@ byId("ask").addEventListener("submit", (submitted) => {
   keys.set(byId("secret").value.trim());
   byId("secret").value = "";
   byId("ask").hidden = true;
+  used = "";
   restart();
   one.again();
 });
