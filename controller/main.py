@@ -149,7 +149,10 @@ class Controller(Actor):
             case m.Acquire():
                 deadline_s = self.loop.time() + message.deadline_ms / 1000
                 version, counts = message.version or 0, not message.own
-                self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts))
+                batch = service.wanted_batch(message.batch, self.loop.time())
+                self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts, batch))
+            case m.BatchWaits(request=request, left_ms=left_ms):
+                self._perform(ev.BatchGrew(request, service.deadlines(left_ms, self.loop.time())))
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
@@ -342,9 +345,7 @@ class Controller(Actor):
             case ev.WakeOn():
                 gpu = action.lease.gpu
                 self._links.to_gpu(gpu, orders.wake(action, self.scheduler))
-                source = orders.source(action, self.scheduler)
-                nbytes = action.wake_nbytes
-                self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=nbytes, source=source))
+                self._say(orders.granted(action, self.scheduler))
             case ev.RefuseAsk():
                 self._say(m.Refused(request=action.request, failure=action.failure))
             case ev.LoseLease():

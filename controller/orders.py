@@ -41,11 +41,19 @@ def wake(action: ev.WakeOn, scheduler: Scheduler) -> m.Wake:
     )
 
 
-def source(action: ev.WakeOn, scheduler: Scheduler) -> m.WokenFrom:
-    """Where what this lease misses is, as far as the scheduler knows."""
-    if not action.wake_nbytes:
-        return "gpu"
-    return "host" if scheduler.gpus[action.lease.gpu].leases[action.lease.serial].copying_nbytes else "peer"
+def granted(action: ev.WakeOn, scheduler: Scheduler) -> m.Granted:
+    """With where what this lease misses is, as far as the scheduler knows."""
+    source: m.WokenFrom = "gpu"
+    if action.wake_nbytes:
+        running = scheduler.gpus[action.lease.gpu].leases[action.lease.serial]
+        source = "host" if running.copying_nbytes else "peer"
+    return m.Granted(
+        request=action.request,
+        lease=action.lease,
+        wake_nbytes=action.wake_nbytes,
+        source=source,
+        requests=action.requests,
+    )
 
 
 def awoken(gpu: int, epoch: int, awake: m.Awake, scheduler: Scheduler) -> m.Awoken | None:

@@ -46,6 +46,17 @@ def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) 
     return ""
 
 
+def deadlines(left_ms: list[int], now_s: float) -> tuple[float, ...]:
+    """Of requests that have so long from now."""
+    return tuple(now_s + each / 1000 for each in left_ms)
+
+
+def wanted_batch(asked: m.BatchAsk | None, now_s: float) -> ev.BatchWanted | None:
+    if asked is None:
+        return None
+    return ev.BatchWanted(deadlines(asked.left_ms, now_s), asked.most, asked.wait_ms / 1000)
+
+
 def known_instance(up: m.InstanceUp) -> ev.InstanceKnown:
     return ev.InstanceKnown(up.instance, up.function, up.tenant, up.runtime)
 

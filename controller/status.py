@@ -183,7 +183,15 @@ def _service(function: Function, now_s: float) -> dict[str, Any]:
         "run_ms": ms(function.run_s) if function.run_s is not None else None,
         "wake_ms": None,
         "heavy": None,
+        **_batches(function),
     }
+
+
+def _batches(function: Function) -> dict[str, Any]:
+    """What batches of so many requests take, if they come in such."""
+    if function.batches is None:
+        return {}
+    return {"batch_ms": {str(count): ms(took_s) for count, took_s in function.batches.times.known.items()}}
 
 
 def _wake(wake: LastWake) -> dict[str, Any]:

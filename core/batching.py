@@ -3,11 +3,11 @@ ServerlessLoRA compares itself with, and what its Eq. 3 says as it stands. Pure:
 
 Runtimes wait by BatchRule (gpuserver/runtime/gathering.py), and so do those of the simulator. With ``now``, which is
 the default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
-Requests of other functions wait by RequestBatches (client_shim/instance/batches.py).
+Requests of other functions wait by RequestBatches (controller/scheduling/gathering.py).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -107,26 +107,26 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}  # by count
-        self._known: dict[int, float] = {}
+        self.known: dict[int, float] = {}  # medians, by count
 
     def took(self, count: int, seconds: float) -> None:
         recent = self._recent.setdefault(count, deque(maxlen=RECENT))
         recent.append(seconds)
-        self._known[count] = median_low(recent)
+        self.known[count] = median_low(recent)
 
     def of(self, count: int) -> float | None:
         """Between two that are known, on the line between them. Beyond the largest, as if nothing were gained by more;
         below the smallest, as if nothing were by fewer. None: nothing is known.
         """
-        less = max((each for each in self._known if each <= count), default=None)
-        more = min((each for each in self._known if each >= count), default=None)
+        less = max((each for each in self.known if each <= count), default=None)
+        more = min((each for each in self.known if each >= count), default=None)
         if less is None or more is None:
             found = less or more
-            return None if found is None else self._known[found] * max(1.0, count / found)
+            return None if found is None else self.known[found] * max(1.0, count / found)
         if less == more:
-            return self._known[less]
+            return self.known[less]
         part = (count - less) / (more - less)
-        return self._known[less] + part * (self._known[more] - self._known[less])
+        return self.known[less] + part * (self.known[more] - self.known[less])
 
 
 class RequestBatches:
@@ -138,11 +138,14 @@ class RequestBatches:
     """
 
     def __init__(self, most: int, longest_s: float, deadline_s: float) -> None:
-        self.most = most
+        self.follow(most, longest_s, deadline_s)
         self.times = BatchTimes()
-        self._longest_s, self._deadline_s = longest_s, deadline_s
         self._gap_s: float | None = None  # recent time between two arrivals
         self._came_s = 0.0
+
+    def follow(self, most: int, longest_s: float, deadline_s: float) -> None:
+        """These from now on."""
+        self.most, self.longest_s, self.deadline_s = most, longest_s, deadline_s
 
     def came(self, count: int, now_s: float) -> None:
         """So many, heard together: they have come one by one since the last ones."""
@@ -151,6 +154,20 @@ class RequestBatches:
         if not first:
             before = gap_s if self._gap_s is None else self._gap_s
             self._gap_s = before + LEARNS * (gap_s - before)
+
+    def size(self, left_s: Sequence[float]) -> int:
+        """How many of these requests, the first ones, are to be the next batch: as many as leave most of all of them in
+        time, those of the batch after it too. ``left_s``: how long each has from when it begins.
+        """
+        some = left_s[: self.most]
+        if self.times.of(1) is None:
+            return len(some)
+        return max(range(1, len(some) + 1), key=lambda count: (self._in_time(some, count), count), default=0)
+
+    def _in_time(self, left_s: Sequence[float], count: int) -> int:
+        took_s = self.times.of(count) or 0.0
+        rest_s = took_s + (self.times.of(len(left_s) - count) or 0.0)
+        return sum(left >= took_s for left in left_s[:count]) + sum(left >= rest_s for left in left_s[count:])
 
     def took(self, count: int, failed: int, seconds: float) -> None:
         """A batch of so many. One with failures says nothing: all may have been tried again alone."""
@@ -165,4 +182,4 @@ class RequestBatches:
         gained_s = now + one - more
         if self._gap_s >= gained_s:
             return 0.0
-        return max(0.0, min(self._longest_s - waited_s, self._deadline_s - waited_s - more))
+        return max(0.0, min(self.longest_s - waited_s, self.deadline_s - waited_s - more))

@@ -1,8 +1,7 @@
 """Requests of one instance in batches: ``handle_batch(state, requests)``, under one lease for each batch.
 
-Requests come as they come and wait here. A batch is asked a GPU for as soon as it should not wait for more
-(core/batching.py), and takes all that have come until it has the GPU. So nothing stands still for the sake of a batch
-but by ``--batch-wait``, and then no GPU is held.
+Requests come as they come and wait here. A GPU is asked for as soon as there is one. When the batch begins, and how
+many of them are in it, the scheduler decides (controller/scheduling/gathering.py) and says with the lease.
 
 Each request keeps its own error: one whose body is wrong is in no batch; an exception among the results is one
 request's; and if a whole batch fails, each of its requests is tried alone.
@@ -10,14 +9,12 @@ request's; and if a whole batch fails, each of its requests is tried alone.
 
 import math
 import sys
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dormouse.client_shim.instance import answer_bodies, context, report
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.hints import AskedRequest
-from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -41,10 +38,10 @@ Outcome = tuple[bytes, str] | FailedRequest
 class Batches:
     """Of one instance, whose function has loaded."""
 
-    def __init__(self, runner: "Runner", rule: RequestBatches) -> None:
-        self._runner, self._rule = runner, rule
+    def __init__(self, runner: "Runner") -> None:
+        self._runner = runner
         self._router, self._stream = runner.backend.router, runner.stream
-        self._waiting: deque[tuple[float, m.Run]] = deque()  # and since when
+        self._waiting: deque[m.Run] = deque()
         self._leaving = False
 
     def serve(self) -> None:
@@ -55,10 +52,6 @@ class Batches:
                 if self._leaving:
                     return
                 continue
-            now_s = time.monotonic()
-            if (wait_s := self._rule.wait_s(len(self._waiting), now_s - self._waiting[0][0])) > 0:
-                self._hear(wait_s)
-                continue
             self._next()
 
     def _hear(self, timeout_s: float) -> None:
@@ -66,17 +59,13 @@ class Batches:
         if timeout_s > 0 and not self._router.has_news:
             self._router.wait([self._router.link], min(timeout_s, 3600.0))
         runs, abandoned = self._router.news()
-        now_s, came = time.monotonic(), 0
         for run in runs:
             if isinstance(run, m.Run):
-                self._waiting.append((now_s, run))
-                came += 1
+                self._waiting.append(run)
             else:
                 self._leaving = True
-        if came:
-            self._rule.came(came, now_s)
         for number in abandoned:
-            if found := [each for each in self._waiting if each[1].request == number]:
+            if found := [each for each in self._waiting if each.request == number]:
                 self._waiting.remove(found[0])
                 self._send(number, FailedRequest("cancelled", "the request was cancelled"))
 
@@ -91,14 +80,11 @@ class Batches:
         finally:
             backend.may_acquire = False
         self._hear(0.0)  # what has come while the GPU was waited for
-        taken = [self._waiting.popleft()[1] for _ in range(min(len(self._waiting), self._rule.most))]
-        began_s = time.monotonic()
+        count = len(self._waiting) if failed is not None else self._router.granted
+        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), count))]
         outcomes = [failed] * len(taken) if failed is not None else self._outcomes(taken)
         if self._stream.leased and (late := self._end()) is not None:
             outcomes = [each if isinstance(each, FailedRequest) else late for each in outcomes]
-        if failed is None:
-            wrong = sum(isinstance(each, FailedRequest) for each in outcomes)
-            self._rule.took(len(taken), wrong, time.monotonic() - began_s)
         if remains := self._stream.remains():
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._router.send(m.Spoiled(text=remains))

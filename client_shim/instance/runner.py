@@ -213,12 +213,11 @@ class Runner:
 
         Concurrent(self).serve()
 
-    def serve_batches(self, most: int, wait_ms: int, deadline_ms: int) -> None:
+    def serve_batches(self) -> None:
         """The same, in batches."""
         from dormouse.client_shim.instance.batches import Batches
-        from dormouse.core.batching import RequestBatches
 
-        Batches(self, RequestBatches(most, wait_ms / 1000, deadline_ms / 1000)).serve()
+        Batches(self).serve()
 
     def unload(self) -> None:
         """The function's last word, before the process ends: the router waits for it a while, and then no more."""
@@ -383,7 +382,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             status = serve_llm(fork, fork.llm, folder, backend, stream)
         elif runner.load(_checked(make, fork)):
             if fork.batch:
-                runner.serve_batches(fork.batch, fork.batch_wait_ms, fork.deadline_ms)
+                runner.serve_batches()
             elif fork.concurrency > 1:
                 runner.serve_many()
             else:

@@ -45,6 +45,7 @@ class RouterPort:
         self._taken = 0, 0  # the request whose parts were taken last, and how many bytes that nobody has asked for
         self._abandoned: list[int] = []  # requests, of an instance that has many at once
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
+        self.granted = 0  # requests of the batch that the last lease is for
 
     def send(self, message: m.InstanceToRouter) -> None:
         with self.lock:
@@ -95,6 +96,7 @@ class RouterPort:
                 if self._answers:
                     answer = self._answers.popleft()
                     if isinstance(answer, m.LeaseGranted):
+                        self.granted = answer.requests
                         return answer.lease
                     raise LeaseRefusal(answer.code, answer.text)
                 self.wait([self.link], FOREVER_S)

@@ -14,6 +14,7 @@ class WakeOn(_Action, frozen=True):
 
     ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
     executor has told. ``expected_s``: until the first token of a language model, if that has chosen the GPU.
+    ``requests``: how many of a batch it serves, the first ones.
     """
 
     request: int
@@ -25,6 +26,7 @@ class WakeOn(_Action, frozen=True):
     wake_nbytes: int
     over: tuple[int, ...] = ()
     expected_s: float = 0.0
+    requests: int = 0
 
 
 class PauseOn(_Action, frozen=True):

@@ -113,9 +113,19 @@ class ModelSized(_Event, frozen=True):
     nbytes: int
 
 
+class BatchWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Requests that wait for one lease, at most ``most`` of which it is to serve: when each is to be answered, in order
+    of arrival. They may wait for more for ``longest_s`` in all.
+    """
+
+    deadlines: tuple[float, ...]
+    most: int
+    longest_s: float
+
+
 class Asked(_Event, frozen=True):
-    """A request wants a lease; ``deadline_s`` is an absolute time of the scheduler's clock. ``counts``: it has a
-    deadline to keep, which load() and sessions have not.
+    """A request wants a lease, or a ``batch`` of some; ``deadline_s`` is an absolute time of the scheduler's clock.
+    ``counts``: it has a deadline to keep, which load() and sessions have not.
     """
 
     request: int
@@ -123,6 +133,14 @@ class Asked(_Event, frozen=True):
     deadline_s: float
     version: int
     counts: bool = True
+    batch: BatchWanted | None = None
+
+
+class BatchGrew(_Event, frozen=True):
+    """The requests that wait for this lease are these now; some may have left."""
+
+    request: int
+    deadlines: tuple[float, ...]
 
 
 class Released(_Event, frozen=True):
@@ -282,4 +300,5 @@ Event = (
     | PreloadOver
     | StepsTimed
     | RuntimesOn
+    | BatchGrew
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import log, log2
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+from dormouse.core.batching import RequestBatches
 from dormouse.core.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
 
@@ -137,6 +138,7 @@ class Function:
         "_outcomes",
         "base",
         "base_nbytes",
+        "batches",
         "best_s",
         "busy",
         "context_nbytes",
@@ -194,6 +196,7 @@ class Function:
         self.busy = 1.0  # share of a lease in which it computes
         self.start_s = UNKNOWN_START_S  # of its runtime, where there is none
         self.times: StepTimes | None = None  # what its steps take, of a language model
+        self.batches: RequestBatches | None = None  # what its batches take, if requests come in such
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
         self.base_nbytes = 0  # of that, if no instance of it is known
@@ -234,8 +237,18 @@ class Function:
         """A lease, or the wish for one, is over. ``hindered_s``: how long other requests have kept it waiting."""
         if not waiting.counts:
             return
-        hindered = late and hindered_s >= now_s - waiting.deadline_s
-        late = late or waiting.failed
+        if waiting.batch:
+            for index, deadline_s in enumerate(waiting.batch[: waiting.size]):
+                self._settled(waiting, deadline_s, now_s > deadline_s, index < waiting.failures, now_s, hindered_s)
+        else:
+            self._settled(waiting, waiting.deadline_s, late, waiting.failed, now_s, hindered_s)
+
+    def _settled(
+        self, waiting: "Waiting", deadline_s: float, late: bool, failed: bool, now_s: float, hindered_s: float
+    ) -> None:
+        """One request."""
+        hindered = late and hindered_s >= now_s - deadline_s
+        late = late or failed
         if not late:
             self._in_time.append(waiting.request)
         self.ended(late, now_s - waiting.arrived_s, hindered)
@@ -276,13 +289,18 @@ class Function:
         """
         return (self.percentile * self.served - (self.served - self.late)) / (1.0 - self.percentile)
 
-    def measured(self, hold_s: float, copy_s: float) -> None:
+    def measured(self, hold_s: float, copy_s: float, requests: int = 0, failed: int = 0) -> None:
         """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing). Those of language models
-        last as long as requests come.
+        last as long as requests come. ``requests``: it was of a batch of so many, some of which ``failed``.
         """
         if self.times is not None:
             return
         self.hold_s += (hold_s - self.hold_s) * SMOOTHING
+        if requests and self.batches is not None and copy_s <= 0.0:
+            self.batches.took(requests, failed, hold_s)
+            if (one_s := self.batches.times.of(1)) is not None:
+                self.run_s = self.best_s = one_s
+            return
         if copy_s <= 0.0:
             self.run_s = hold_s if self.run_s is None else self.run_s + (hold_s - self.run_s) * SMOOTHING
             self.best_s = self.run_s
@@ -291,7 +309,7 @@ class Function:
         if run_s is None:
             self.best_s = hold_s if copy_s < 0.7 * hold_s else 0.5 * hold_s
             return
-        extra_s = hold_s - max(run_s, copy_s)
+        extra_s = hold_s - max(self.run_of(requests) if requests else run_s, copy_s)
         self.extra_s += (extra_s - self.extra_s) * SMOOTHING
 
     def worked(self, gpu_s: float, lease_s: float) -> None:
@@ -310,9 +328,18 @@ class Function:
         self.times = times
         self.run_s = self.hold_s = self.best_s = first_token_s(times, USUAL_PROMPT, 0)
 
-    def predicted_s(self, copy_s: float) -> float:
-        """How long a lease takes whose wake copies for so long."""
-        run_s = self.best_s or self.hold_s
+    def run_of(self, requests: int) -> float:
+        """What a lease without copies is expected to take, of a batch of so many or, with 0, of none (0: unknown)."""
+        of_batch_s = self.batches.times.of(requests) if requests and self.batches is not None else None
+        return of_batch_s or self.best_s
+
+    def lease_of(self, requests: int) -> float:
+        """The same, or what leases take on the average while that is not known."""
+        return self.run_of(requests) or self.hold_s
+
+    def predicted_s(self, copy_s: float, requests: int = 0) -> float:
+        """How long a lease takes whose wake copies for so long; ``requests`` as above."""
+        run_s = self.lease_of(requests)
         if copy_s <= 0.0:
             return run_s
         return max(run_s, copy_s) + max(0.0, self.extra_s)

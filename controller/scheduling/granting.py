@@ -186,7 +186,8 @@ class Granting:
         self._queue.taken(running.waiting)
         self._turns.make(gpu, now_s, actions)
         running.waiting.resumes = running.waiting.held_for = None
-        left_s = turn_s(running) if why else running.waiting.function.predicted_s(0.0) - running.used_s
+        whole_s = running.waiting.function.predicted_s(0.0, running.waiting.size)
+        left_s = turn_s(running) if why else whole_s - running.used_s
         running.ends_s = now_s + max(0.0, left_s)
         if running.due is not None:
             running.wakes = running.model.resident.get(number, 0) < running.model.nbytes
@@ -209,7 +210,10 @@ class Granting:
         running = Running(waiting, lease, now_s)
         running.cold = model.runtime != "" and model.runtime not in gpu.runtimes
         running.wakes = model.runtime != "" and model.resident.get(number, 0) < model.nbytes
-        running.ends_s = now_s + waiting.function.predicted_s(copy_s)
+        if waiting.batch and (batches := waiting.function.batches) is not None:
+            waiting.size = batches.size([deadline_s - now_s - copy_s for deadline_s in waiting.batch])
+            model.told = max(0, model.told - waiting.size)
+        running.ends_s = now_s + waiting.function.predicted_s(copy_s, waiting.size)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer
         gpu.leases[lease.serial] = self._leases.by_request[waiting.request] = running
@@ -226,7 +230,7 @@ class Granting:
         over = tuple(gpu.over)
         if over:
             gpu.over.clear()
-        what = model.instance, model.version, peers, room, missing, over, waiting.expected_s
+        what = model.instance, model.version, peers, room, missing, over, waiting.expected_s, waiting.size
         actions.append(WakeOn(waiting.request, lease, *what))
         return running
 

@@ -223,7 +223,7 @@ class Inventory:
         function = model.function
         hindered_s = running.started_s - waiting.arrived_s + max(0.0, copy_s - alone_s)
         if running.revoked_until_s is None:
-            function.measured(running.used_s, copy_s)
+            function.measured(running.used_s, copy_s, waiting.size, waiting.failures)
             function.settled(waiting, now_s > waiting.deadline_s, now_s, hindered_s)
         elif waiting.failed or now_s > waiting.deadline_s:
             function.settled(waiting, True, now_s, hindered_s)

@@ -144,7 +144,7 @@ class Completion(Placement):
         best, best_s, best_room = -1, float("inf"), -1
         for number in free:
             copy_s, _, _ = self.copy_s(model, number, now_s)
-            seconds = function.predicted_s(copy_s) + COPY_WEIGHT * copy_s
+            seconds = function.predicted_s(copy_s, waiting.size) + COPY_WEIGHT * copy_s
             if seconds <= best_s:
                 room = self._gpus[number].stats.free_nbytes
                 if seconds < best_s or room > best_room:
@@ -157,7 +157,7 @@ class Completion(Placement):
             if running is not None and number not in free and resident[number] >= nbytes:
                 if now_s >= running.overdue_s:
                     continue  # nobody knows when it ends
-                seconds = max(0.0, running.ends_s - now_s) + function.best_s
+                seconds = max(0.0, running.ends_s - now_s) + function.run_of(waiting.size)
                 if seconds < best_s and now_s + seconds < latest_s:
                     waiting.held_for = number
                     return None

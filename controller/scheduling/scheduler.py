@@ -25,6 +25,7 @@ from dormouse.controller.scheduling.events import (
     Action,
     Answered,
     Asked,
+    BatchGrew,
     Event,
     Evicted,
     ExecutorDown,
@@ -56,6 +57,7 @@ from dormouse.controller.scheduling.events import (
     Woken,
 )
 from dormouse.controller.scheduling.functions import FunctionCounts
+from dormouse.controller.scheduling.gathering import GatheringRequests, heard
 from dormouse.controller.scheduling.granting import Granting
 from dormouse.controller.scheduling.invariants import check_leases
 from dormouse.controller.scheduling.inventory import Inventory
@@ -100,6 +102,7 @@ class Scheduler:
         self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
         self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
         self.waiting = self._queue.waiting
+        self._gathering = GatheringRequests()
         self._rationing = Rationing(self.bandwidths, self.gpus, self.functions, self.models)
         self._turns = FreeTurns(policy.turns)
         self._leases = GrantedLeases(revoke_s, self.gpus, self.models, self._queue, self._turns)
@@ -132,6 +135,8 @@ class Scheduler:
         match event:
             case Asked():
                 self._asked(event, now_s, actions)
+            case BatchGrew():
+                self._batch_grew(event, now_s)
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
             case Answered():
@@ -174,6 +179,8 @@ class Scheduler:
             case PreloadOver():
                 self._preloading.over(event, now_s)
             case Tick():
+                for asked in self._gathering.due(now_s):
+                    self._wants(asked, now_s)
                 self._queue.let_go_overdue(now_s)
                 if self._queue.rations_s <= now_s and self._rationing.next_s <= now_s:
                     self._queue.let_rationed(now_s)
@@ -203,6 +210,7 @@ class Scheduler:
         queue = self._queue
         rations_s = max(queue.rations_s, self._rationing.next_s)
         due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s, self._preloading.due_s)
+        due_s = min(due_s, self._gathering.due_s)
         return due_s if due_s < INFINITY else None
 
     # --- events
@@ -229,6 +237,7 @@ class Scheduler:
         if model is None:
             return
         self._queue.forget(model)
+        self._gathering.forget(instance)
         if model.leased:
             for running in self._leases.by_request.values():
                 if running.model is model:
@@ -236,22 +245,41 @@ class Scheduler:
         actions.append(ForgetInstance(instance))
 
     def _asked(self, event: Asked, now_s: float, actions: list[Action]) -> None:
-        if len(self.waiting) >= self._max_waiting:
+        if len(self.waiting) + len(self._gathering) >= self._max_waiting:
             text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
         model = self._books.model(event.instance, now_s)
         if event.version > model.version:
             model.version = event.version
-        model.function.arrived(now_s)
+        if event.batch is None:
+            model.function.arrived(now_s)
+        elif self._gathering.asked(event, model, now_s):
+            return
         self._used(model)
-        self._queue.add(Waiting(event.request, model, now_s, event.deadline_s, event.counts), now_s)
+        self._wants(event, now_s)
+
+    def _wants(self, asked: Asked, now_s: float) -> None:
+        """It waits for a lease from now on."""
+        model = self._books.model(asked.instance, now_s)
+        batch = () if asked.batch is None else asked.batch.deadlines
+        self._queue.add(Waiting(asked.request, model, now_s, asked.deadline_s, asked.counts, batch), now_s)
+
+    def _batch_grew(self, event: BatchGrew, now_s: float) -> None:
+        if event.request in self._gathering:
+            if (asked := self._gathering.grew(event, now_s)) is not None:
+                self._wants(asked, now_s)
+        elif (waiting := self.waiting.get(event.request)) is not None and waiting.batch:
+            heard(waiting.model, event.deadlines, now_s)
+            if event.deadlines:  # else its instance gives the lease back at once
+                waiting.batch, waiting.size = event.deadlines, len(event.deadlines)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
         running = self._leases.by_request.get(request)
         if running is not None:
             self._leases.revoke(running, now_s, actions)
             return
+        self._gathering.left(request)
         waiting = self.waiting.get(request)
         if waiting is not None:
             self._queue.left(waiting, now_s)
@@ -263,6 +291,7 @@ class Scheduler:
         waiting = running.waiting if running is not None else self.waiting.get(event.request)
         if waiting is not None:
             waiting.failed = True
+            waiting.failures += 1
         elif (function := self.functions.get(event.function)) is not None:
             function.failed(event.request)
 

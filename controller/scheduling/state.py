@@ -15,10 +15,12 @@ class Waiting:
 
     __slots__ = (
         "arrived_s",
+        "batch",
         "counts",
         "deadline_s",
         "expected_s",
         "failed",
+        "failures",
         "function",
         "held_for",
         "live",
@@ -26,10 +28,19 @@ class Waiting:
         "rationed",
         "request",
         "resumes",
+        "size",
         "tenant",
     )
 
-    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, counts: bool = True) -> None:
+    def __init__(
+        self,
+        request: int,
+        model: "Model",
+        arrived_s: float,
+        deadline_s: float,
+        counts: bool = True,
+        batch: tuple[float, ...] = (),
+    ) -> None:
         self.request = request
         self.model = model
         self.function = model.function
@@ -41,6 +52,9 @@ class Waiting:
         self.rationed = False  # it waits until one of those that are given up may be woken
         self.counts = counts  # by its deadline
         self.failed = False  # its client has had an error
+        self.failures = 0  # so many clients of its batch
+        self.batch = batch  # the deadlines of its requests, if it is for several
+        self.size = len(batch)  # how many of them it serves, once that is decided
         self.expected_s = 0.0  # until its first token on the GPU that was chosen, of a language model
         self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
 
@@ -83,6 +97,7 @@ class Model:
         "rank",
         "resident",
         "runtime",
+        "told",
         "used_s",
         "version",
     )
@@ -99,6 +114,7 @@ class Model:
         self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
+        self.told = 0  # requests that wait in the instance for a batch, as was told last
         self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
 
     def elsewhere(self, gpu: int) -> bool:

@@ -115,8 +115,8 @@ class RequestPolicy:
                     changes.not_kept(p, unkept, failure)
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"was ended by the node ({failure.text})", failure)
-            case m.Granted(request=number, lease=lease, wake_nbytes=nbytes, source=source):
-                serving.granted(p, number, lease, nbytes, source)
+            case m.Granted(request=number, lease=lease, wake_nbytes=nbytes, source=source, requests=requests):
+                serving.granted(p, number, lease, nbytes, source, requests)
             case m.Awoken(request=number, wake_us=wake_us, source=source):
                 serving.awoken(p, number, wake_us / 1e6, source)
             case m.Refused(request=number, failure=failure):

@@ -38,12 +38,40 @@ def absent(p: RouterState, name: str) -> m.Failure:
     return failures.unknown_function(name) if p.catalogue_known else failures.starting()
 
 
-def acquire(p: RouterState, instance: Holder, request: int | None, deadline_ms: int, version: int | None) -> int:
+def acquire(
+    p: RouterState,
+    instance: Holder,
+    request: int | None,
+    deadline_ms: int,
+    version: int | None,
+    batch: m.BatchAsk | None = None,
+) -> int:
     number = next(p.ticket_numbers)
     p.tickets[number] = Ticket(instance.name, request)
-    own = request is None
-    p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version, own=own))
+    ask = m.Acquire(
+        request=number,
+        instance=instance.name,
+        deadline_ms=deadline_ms,
+        version=version,
+        own=request is None and batch is None,
+        batch=batch,
+    )
+    p.tell(ask)
     return number
+
+
+def left_ms(p: RouterState, instance: Instance) -> list[int]:
+    """How long each request that it has, at most those of a batch, has until its deadline, in order of arrival."""
+    waiting = [p.requests[number] for each in instance.open if (number := p.tickets[each].request) is not None]
+    deadline_ms = instance.spec.deadline_ms
+    return [deadline_ms - int((p.now_s - each.arrived_s) * 1000) for each in waiting[: instance.spec.batch]]
+
+
+def batch_changed(p: RouterState, instance: Instance) -> None:
+    """Requests have come to it, or left: the controller hears so while it decides on its next batch."""
+    ticket = p.tickets.get(instance.own or 0)
+    if instance.spec.batch and ticket is not None and instance.own is not None and ticket.lease is None:
+        p.tell(m.BatchWaits(request=instance.own, left_ms=left_ms(p, instance)))
 
 
 def release(p: RouterState, number: int) -> None:
@@ -65,6 +93,8 @@ def fail(p: RouterState, number: int, failure: m.Failure) -> None:
     request = p.requests.pop(number)
     if request.function in p.functions:
         ticket = request.ticket if request.ticket in p.tickets else 0
+        if ticket and (holder := p.instances.get(p.tickets[ticket].instance)) is not None and ticket in holder.open:
+            ticket = holder.batch_own or ticket
         p.tell(m.Missed(function=request.function, request=ticket))
     p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
 
@@ -127,6 +157,7 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
         request.ticket, request.phase = number, Phase.RUNNING
         request.acquired_s = request.granted_s = request.moved_s = p.now_s
         p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
+        batch_changed(p, instance)
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
         if (llm := function.spec.llm) is not None:
             p.at(late_s(request, llm), t.FirstTokenDue(number))

@@ -68,6 +68,7 @@ def left(p: RouterState, number: int) -> None:
     ticket.request = None
     if request.ticket in p.instances[ticket.instance].open:
         p.send(ticket.instance, m.Abandon(request=request.ticket))
+        queueing.batch_changed(p, p.instances[ticket.instance])
         return
     function = p.functions.get(request.function)
     if request.streams or (function is not None and function.queue):
@@ -95,13 +96,15 @@ def abandoned(p: RouterState, instance: Instance, number: int) -> None:
         p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
 
 
-def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int, source: m.WokenFrom) -> None:
+def granted(
+    p: RouterState, number: int, lease: m.Lease, wake_nbytes: int, source: m.WokenFrom, requests: int = 0
+) -> None:
     ticket = p.tickets.get(number)
     if ticket is None:
         return  # crossed with our Release, which ends it
     ticket.lease, ticket.source = lease, source
     if ticket.request is None:
-        p.send(ticket.instance, m.LeaseGranted(lease=lease))
+        p.send(ticket.instance, m.LeaseGranted(lease=lease, requests=requests))
         return
     request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
@@ -181,6 +184,10 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
             waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
             oldest_s = min((each.arrived_s for each in waiting), default=p.now_s)
             deadline_ms = spec.deadline_ms - int((p.now_s - oldest_s) * 1000)
+            if spec.batch:
+                batch = m.BatchAsk(left_ms=queueing.left_ms(p, holder), most=spec.batch, wait_ms=spec.batch_wait_ms)
+                holder.own = holder.batch_own = queueing.acquire(p, holder, None, deadline_ms, version, batch)
+                return
         case Instance():
             text = (
                 "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"

@@ -115,6 +115,7 @@ class Instance:
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load(), or of a language model's seat
     open: dict[int, None] = field(default_factory=dict)  # tickets of requests, of those that have many at once
+    batch_own: int | None = None  # the ticket of its last batch's lease
     begun_own: int | None = None  # the ticket of its seat when it last began an answer
     started_s: float = 0.0
     progress_s: float = 0.0  # when it last did something, while it loads

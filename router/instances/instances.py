@@ -227,8 +227,6 @@ class Instances:
             embedding=spec.embedding,
             concurrency=spec.concurrency,
             batch=spec.batch,
-            batch_wait_ms=spec.batch_wait_ms,
-            deadline_ms=spec.deadline_ms,
             variables=variables,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )

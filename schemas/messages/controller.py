@@ -45,9 +45,19 @@ class InstanceGone(Message, frozen=True, kw_only=True, tag=4):
     instance: str
 
 
+class BatchAsk(Message, frozen=True, kw_only=True):
+    """Requests that wait for one ``handle_batch``, at most ``most``: how long each has until its deadline, in order of
+    arrival. They may wait for more for ``wait_ms`` in all.
+    """
+
+    left_ms: list[int]
+    most: int
+    wait_ms: int
+
+
 class Acquire(Message, frozen=True, kw_only=True, tag=5):
-    """A request wants a lease. ``deadline_ms`` counts from now. ``version`` is the manifest version that must be
-    resident, if known. ``own``: it is for load() or a session, which have no deadline to keep.
+    """A request wants a lease, or a ``batch`` of some. ``deadline_ms`` counts from now. ``version`` is the manifest
+    version that must be resident, if known. ``own``: it is for load() or a session, which have no deadline to keep.
     """
 
     request: int
@@ -55,6 +65,7 @@ class Acquire(Message, frozen=True, kw_only=True, tag=5):
     deadline_ms: int
     version: int | None = None
     own: bool = False
+    batch: BatchAsk | None = None
 
 
 class Release(Message, frozen=True, kw_only=True, tag=6):
@@ -128,6 +139,13 @@ class AskUsage(Message, frozen=True, kw_only=True, tag=14):
     since_s: float
 
 
+class BatchWaits(Message, frozen=True, kw_only=True, tag=17):
+    """What waits for this lease, which has not been granted yet, is now that; as in BatchAsk."""
+
+    request: int
+    left_ms: list[int]
+
+
 class AskMeasures(Message, frozen=True, kw_only=True, tag=15):
     """What the controller has counted, for `/metrics`; Measures answers."""
 
@@ -151,6 +169,7 @@ RouterToController = (
     | Served
     | AskUsage
     | AskMeasures
+    | BatchWaits
 )
 
 

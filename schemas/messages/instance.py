@@ -39,7 +39,10 @@ class Run(Message, frozen=True, kw_only=True, tag=1):
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):
+    """``requests``: the first so many of those that wait are its batch, of a function that has such."""
+
     lease: Lease
+    requests: int = 0
 
 
 class LeaseRefused(Message, frozen=True, kw_only=True, tag=3):

@@ -29,13 +29,15 @@ class Kept(Message, frozen=True, kw_only=True, tag=2):
 
 class Granted(Message, frozen=True, kw_only=True, tag=3):
     """``wake_nbytes`` is what must be copied first; 0 if the model was already there. ``source`` is where that is, as
-    far as the scheduler knows, which does not know of files: Awoken says more.
+    far as the scheduler knows, which does not know of files: Awoken says more. ``requests``: of a batch that waits,
+    the first so many are to be in it.
     """
 
     request: int
     lease: Lease
     wake_nbytes: int
     source: WokenFrom = ""
+    requests: int = 0
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=4):

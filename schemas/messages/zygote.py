@@ -24,8 +24,6 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     embedding: EmbeddingSettings | None = None
     concurrency: int = 1
     batch: int = 0
-    batch_wait_ms: int = 0
-    deadline_ms: int = 0
     variables: bool = False  # a sealed file of the instance's alone: a JSON object of environment variables
 
 

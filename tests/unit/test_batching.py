@@ -142,3 +142,14 @@ def test_a_full_batch_and_one_that_would_be_late_begin() -> None:
     assert batches(b1=0.1, b8=0.1).wait_s(3, 0.05) == 0.0
     assert batches(deadline_s=0.13, b1=0.1, b8=0.1).wait_s(3, 0.01) == pytest.approx(0.02)
     assert batches(deadline_s=0.1, b1=0.1, b8=0.1).wait_s(3, 0.01) == 0.0
+
+
+def test_as_many_begin_as_leave_most_of_them_in_time() -> None:
+    rule = batches(b1=0.1, b8=0.8)  # nothing is gained by batches
+    assert rule.size([1.0] * 4) == 4
+    assert rule.size([0.1, 1.0, 1.0]) == 1, "the first would be late with others"
+    assert rule.size([0.25, 0.25, 0.25, 1.0]) == 2, "one of the first three is late, and the last is in time"
+    assert rule.size([-1.0, -1.0, 1.0]) == 3, "who is late already is no reason"
+    assert rule.size([9.0] * 20) == 8
+    assert batches().size([0.1] * 20) == 8, "nobody knows what they take"
+    assert rule.size([]) == 0

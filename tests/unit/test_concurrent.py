@@ -11,7 +11,6 @@ import pytest
 from dormouse.client_shim.instance.batches import Batches
 from dormouse.client_shim.instance.concurrent import LEASE_S, Concurrent
 from dormouse.client_shim.instance.hints import Hints
-from dormouse.core.batching import RequestBatches
 from dormouse.schemas import messages as m
 
 
@@ -23,6 +22,7 @@ class PlayedRouter:
         self.runs: list[Any] = []
         self.abandoned: list[int] = []
         self.told: list[Any] = []
+        self.granted = 8
 
     def asks(self, *numbers: int) -> None:
         self.runs += [m.Run(request=number, lease=None, body=b"%d" % number, nbytes=1) for number in numbers]
@@ -147,5 +147,5 @@ def test_what_a_types_own_code_raises_fails_one_request_of_a_batch(runner: Playe
     runner.hints.value_of = value_of
     runner.router.asks(1, 2, 3)
     runner.router.ends()
-    Batches(runner, RequestBatches(8, 0.0, 1.0)).serve()  # type: ignore[arg-type]  # played
+    Batches(runner).serve()  # type: ignore[arg-type]  # played
     assert runner.codes() == {1: "", 2: "function_raised", 3: ""}

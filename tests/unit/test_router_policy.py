@@ -822,6 +822,27 @@ def test_an_instance_of_many_asks_for_a_lease_with_the_deadline_of_its_oldest_re
     assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).deadline_ms == 600
 
 
+def test_the_controller_is_told_what_waits_for_a_batch() -> None:
+    rig = loaded(spec(batch=2, batch_wait_ms=7, deadline_ms=1000))
+    first = one(rig.arrive(1), e.Handover)
+    rig.after(0.4)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    assert acquire.batch == m.BatchAsk(left_ms=[600], most=2, wait_ms=7)
+    assert not acquire.own
+    waits = one(rig.arrive(2), m.BatchWaits)
+    assert (waits.request, waits.left_ms) == (acquire.request, [600, 1000])
+    assert one(rig.arrive(3), m.BatchWaits).left_ms == [600, 1000], "a batch has two at most"
+    assert one(rig.do(e.RequesterLeft(1)), m.BatchWaits).left_ms == [1000, 1000]
+    lease = m.Lease(gpu=0, epoch=1, serial=1, secret=1)
+    granted = rig.hear(m.Granted(request=acquire.request, lease=lease, wake_nbytes=0, requests=2))
+    assert one(granted, m.LeaseGranted).requests == 2
+    assert said(rig.arrive(4), m.BatchWaits) == [], "it is decided"
+    rig.say("i1", m.LeaseEnded(serial=1, version=1))
+    rig.say("i1", m.Raised(request=first.ticket, code="cancelled", text=""))
+    missed = one(rig.say("i1", m.Raised(request=first.ticket + 2, code="function_raised", text="x")), m.Missed)
+    assert missed.request == acquire.request, "the controller knows it by its batch's lease"
+
+
 def test_a_client_that_leaves_many_has_its_own_request_abandoned() -> None:
     rig = many()
     first, second = (one(rig.arrive(number), e.Handover) for number in (1, 2))

@@ -524,6 +524,8 @@ def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("batch"), st.sampled_from(INSTANCES), st.integers(1, 4), st.booleans()),
+    st.tuples(st.just("grew"), st.integers(0, 30), st.integers(0, 4)),
     st.tuples(st.just("done"), st.integers(0, 9), st.integers(0, 3), st.booleans(), st.sampled_from(INSTANCES)),
     st.tuples(st.just("answered"), st.integers(0, 9), st.booleans()),
     st.tuples(st.just("idle"), st.integers(0, 9)),
@@ -621,6 +623,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
     seats = Seats(turns)
     fates: Counter[int] = Counter()
     open_requests: set[int] = set()
+    asked_of: dict[int, str] = {}
     answered: set[int] = set()
 
     def judge(wake: ev.WakeOn) -> None:
@@ -663,13 +666,22 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
         for serial in seats.of(gpu):
             seats.end(serial)
 
+    def asks(instance: str, batch: ev.BatchWanted | None) -> None:
+        nonlocal requests
+        requests += 1
+        open_requests.add(requests)
+        asked_of[requests] = instance
+        send(ev.InstanceKnown(instance, instance.split("-")[0]))
+        send(ev.Asked(requests, instance, now_s + 1, 0, True, batch))
+
     for step in steps:
         match step:
             case ("ask", str(instance)):
-                requests += 1
-                open_requests.add(requests)
-                send(ev.InstanceKnown(instance, instance.split("-")[0]))
-                send(ev.Asked(requests, instance, now_s + 1, 0))
+                asks(instance, None)
+            case ("batch", str(instance), int(count), bool(waits)):
+                asks(instance, ev.BatchWanted((now_s + 1,) * count, 4, 0.5 if waits else 0.0))
+            case ("grew", int(request), int(count)) if request in open_requests:
+                send(ev.BatchGrew(request, (now_s + 1,) * count))
             case ("done", int(number), int(size), bool(ended), str(other)):
                 if (wake := seats.pick(number, set(seats.leases))) is not None:
                     others = {} if other == wake.instance else {other: size * GIB // 2}
@@ -695,9 +707,8 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                 fates[request] += 1
                 send(ev.Released(request))
             case ("lost", str(instance)):
-                gone = {r for r, a in core.waiting.items() if a.model.instance == instance}
-                gone |= {w.request for w in seats.leases.values() if w.instance == instance}
-                for request in gone & open_requests:
+                gone = {request for request in open_requests if asked_of[request] == instance}
+                for request in gone:
                     fates[request] += 1
                 open_requests -= gone
                 send(ev.InstanceLost(instance))

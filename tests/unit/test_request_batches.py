@@ -1,0 +1,209 @@
+"""Batches of requests in the scheduling core: when one begins, how many are in it, what is learned and counted."""
+
+import pytest
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.schemas.messages import Done, PoolStats
+
+GIB = 1 << 30
+STATS = PoolStats(free_nbytes=4 * GIB, largest_nbytes=4 * GIB)
+
+
+class Core:
+    """A scheduler with one GPU and two functions, whose models are there; each has one instance of its name."""
+
+    def __init__(self, deadline_s: float = 1.0) -> None:
+        self.core = Scheduler(seed=1, revoke_s=5.0, max_waiting=4)
+        self.now_s = 100.0
+        self.requests = 0
+        self.tell(ev.ExecutorUp(0, 1, STATS))
+        for name in ("f", "other"):
+            self.tell(ev.FunctionKnown(name, deadline_s, 0.98, 1.0))
+            self.tell(ev.InstanceKnown(name, name))
+            self.tell(ev.ModelSized(name, 1, GIB))
+            self.tell(ev.Evicted(0, 1, ((name, GIB),), STATS))
+
+    @property
+    def function(self) -> Function:
+        return self.core.functions["f"]
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.handle(event, self.now_s)
+        self.core.check()
+        return actions
+
+    def asks(self, *left_s: float, longest_s: float = 0.0, most: int = 8) -> list[ev.Action]:
+        """So many requests wait, with so long until their deadlines."""
+        self.requests += 1
+        deadlines = tuple(self.now_s + each for each in left_s)
+        wanted = ev.BatchWanted(deadlines, most, longest_s)
+        return self.tell(ev.Asked(self.requests, "f", min(deadlines), 1, True, wanted))
+
+    def grows(self, *left_s: float) -> list[ev.Action]:
+        return self.tell(ev.BatchGrew(self.requests, tuple(self.now_s + each for each in left_s)))
+
+    def busy(self) -> ev.WakeOn:
+        """Another's request has the GPU."""
+        return woken(self.tell(ev.Asked(900, "other", self.now_s + 1.0, 1)))
+
+    def ends(self, wake: ev.WakeOn, took_s: float = 0.0, copied: int = 0) -> list[ev.Action]:
+        self.now_s += took_s
+        done = Done(
+            serial=wake.lease.serial,
+            outcome="ended",
+            gpu_us=10,
+            copied_nbytes=copied,
+            peer_nbytes=0,
+            file_nbytes=0,
+            resident=[],
+            peak_activation_nbytes=0,
+            version=1,
+            stats=STATS,
+        )
+        return self.tell(ev.LeaseOver(0, 1, done))
+
+    def learns(self, **times: float) -> None:
+        """Batches of so many, b1 and so on, take so long: by leases."""
+        for name, seconds in times.items():
+            count = int(name[1:])
+            wake = woken(self.asks(*[60.0] * count))
+            assert wake.requests == count
+            self.ends(wake, seconds)
+
+
+def woken(actions: list[ev.Action]) -> ev.WakeOn:
+    (wake,) = [each for each in actions if isinstance(each, ev.WakeOn)]
+    return wake
+
+
+def test_a_batch_begins_at_once_on_a_free_gpu_with_all_that_there_are() -> None:
+    assert woken(Core().asks(1.0, 1.0, 1.0)).requests == 3
+
+
+def test_what_comes_while_a_batch_waits_for_its_gpu_is_in_it() -> None:
+    core = Core()
+    other = core.busy()
+    assert core.asks(1.0) == []
+    assert core.grows(1.0, 1.0, 1.0) == []
+    assert core.grows(1.0, 1.0) == [], "one has left"
+    assert woken(core.ends(other, 0.01)).requests == 2
+
+
+def test_what_batches_take_is_learned_from_leases_that_copied_nothing() -> None:
+    core = Core()
+    core.learns(b1=0.1, b4=0.16)
+    batches = core.function.batches
+    assert batches is not None
+    assert [batches.times.of(count) for count in (1, 2, 4)] == pytest.approx([0.1, 0.12, 0.16])
+    assert core.function.best_s == pytest.approx(0.1), "of one request"
+    wake = woken(core.asks(*[60.0] * 2))
+    core.tell(ev.Woken(0, 1, wake.lease.serial, 9_000_000))
+    core.ends(wake, 9.0, copied=GIB)
+    assert batches.times.of(2) == pytest.approx(0.12)
+    wake = woken(core.asks(60.0))
+    core.tell(ev.RequestFailed("f", wake.request))
+    core.ends(wake, 9.0)
+    assert batches.times.of(1) == pytest.approx(0.1), "its request was tried again"
+
+
+def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
+    core = Core()
+    core.learns(b1=0.1, b8=0.8)
+    assert woken(core.asks(0.25, 0.25, 0.25, 0.9)).requests == 2
+
+
+def test_when_a_batch_ends_is_expected_by_its_size() -> None:
+    core = Core()
+    core.learns(b1=0.1, b8=0.8)
+    core.asks(*[5.0] * 4)
+    (running,) = core.core.gpus[0].leases.values()
+    assert running.ends_s - core.now_s == pytest.approx(0.4)
+
+
+def gathering() -> Core:
+    """A batch takes as long as one request, and requests come each 30 ms or so."""
+    core = Core()
+    core.learns(b1=0.1, b8=0.1)
+    return core
+
+
+def test_by_batch_wait_a_batch_waits_for_more_without_a_gpu() -> None:
+    core = gathering()
+    assert core.asks(1.0, longest_s=0.05) == []
+    assert core.core.gpus[0].leases == {}
+    assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.05)
+    core.now_s += 0.05
+    assert woken(core.tell(ev.Tick())).requests == 1
+    core = gathering()
+    assert woken(core.asks(1.0)).requests == 1, "without it, it does not"
+
+
+def test_a_batch_that_is_full_or_would_be_late_waits_no_longer() -> None:
+    core = gathering()
+    assert core.asks(1.0, longest_s=0.05) == []
+    core.now_s += 0.01
+    assert core.grows(0.99, 1.0) == []
+    assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.04)
+    assert woken(core.grows(*[0.99] * 8)).requests == 8
+    core = gathering()
+    assert core.asks(0.15, longest_s=5.0) == []
+    assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.05), "then two would be late"
+    core = gathering()
+    assert woken(core.asks(0.1, longest_s=5.0)).requests == 1
+
+
+def test_who_waits_for_more_may_leave() -> None:
+    core = gathering()
+    assert core.asks(1.0, longest_s=0.05) == []
+    assert core.tell(ev.Released(core.requests)) == []
+    assert core.core.next_deadline_s is None
+    assert core.asks(1.0, longest_s=0.05) == []
+    core.tell(ev.InstanceLost("f"))
+    assert core.core.next_deadline_s is None
+    core.tell(ev.Tick())
+    assert core.core.waiting == {}
+    assert core.core.gpus[0].leases == {}
+
+
+def test_those_that_wait_for_more_count_among_those_that_may_wait() -> None:
+    core = gathering()
+    for _ in range(4):
+        assert core.asks(1.0, longest_s=0.05) == []
+    (refused,) = core.asks(1.0, longest_s=0.05)
+    assert isinstance(refused, ev.RefuseAsk)
+
+
+def test_each_request_of_a_batch_is_counted_by_its_own_deadline() -> None:
+    core = Core()
+    wake = woken(core.asks(0.1, 0.3, 0.3))
+    core.ends(wake, 0.2)
+    assert (core.function.served, core.function.late) == (3, 1)
+    core.tell(ev.RequestFailed("f", wake.request))  # its error is heard of after its lease
+    assert (core.function.served, core.function.late) == (3, 2)
+    wake = woken(core.asks(1.0, 1.0))
+    core.tell(ev.RequestFailed("f", wake.request))
+    core.ends(wake, 0.1)
+    assert (core.function.served, core.function.late) == (5, 3)
+
+
+def test_a_batch_that_has_lost_all_its_requests_counts_nothing() -> None:
+    core = gathering()
+    before = core.function.served
+    assert core.asks(1.0, longest_s=0.05) == []
+    wake = woken(core.grows())
+    assert wake.requests == 0
+    core.ends(wake, 0.01)
+    assert core.function.served == before
+
+
+def test_requests_that_come_are_counted_once() -> None:
+    core = Core()
+    other = core.busy()
+    core.asks(1.0, 1.0)
+    core.grows(1.0, 1.0, 1.0)
+    assert core.function.lately(core.now_s) == pytest.approx(3.0)
+    core.ends(woken(core.ends(other)))
+    core.asks(1.0)
+    assert core.function.lately(core.now_s) == pytest.approx(4.0)
