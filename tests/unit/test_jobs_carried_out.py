@@ -56,7 +56,7 @@ class Node:
 
 async def until(holds: Callable[[], bool]) -> None:
     """A thread has the file, and no event says that all is done."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

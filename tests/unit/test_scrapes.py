@@ -82,7 +82,7 @@ class World:
         self.link.send(m.Exposition(query=scrape.query, text=b"%d" % len(self.heard)))
 
     async def hears(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(self.heard) < count:
                 await self._news.wait()
                 self._news.clear()

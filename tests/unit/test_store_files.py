@@ -213,7 +213,7 @@ def test_a_file_is_known_again_while_its_identity_is_being_written_and_when_that
         assert await asyncio.to_thread(index.begun.wait, 30)
         assert writer.find(identity) == b"f"
         index.go.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await changed.wait()
             assert "disk I/O error" in writer.trouble
             assert writer.find(identity) == b"f"

@@ -76,8 +76,7 @@ def test_each_width_of_a_head_and_type(dim: int, dtype: torch.dtype) -> None:
 def test_long_contexts_are_split_and_merged(context: int, window: int) -> None:
     world = World([(1, context), (1, 3), (1, 600)], 9, 3, 16, seed=context)
     assert splits_of([part.context for part in world.parts], 3, 132) > 1
-    agree(world, window, processors=132)
-    agree(world, window, cap=2.0, processors=132)
+    agree(world, window, cap=2.0 if context % 2 else 0.0, processors=132)
 
 
 def test_how_often_contexts_are_split() -> None:
