@@ -132,6 +132,7 @@ class SandboxSection(_Section, frozen=True, kw_only=True):
     cpus: float = 0  # how many an instance may use, where control groups limit it; 0: all, shared with the others
     cgroups: str = "auto"  # "auto" | "off": control groups where the node may make them, else limits of each process
     threads: int = 1
+    network: bool = False  # whether --network is granted: the machine's own network, loopback included
     read: tuple[str, ...] = ()  # directories that functions may read, under their own names
     warm: tuple[str, ...] = WARM  # imported once, in the zygote, where installed
 
@@ -188,6 +189,24 @@ class TracingSection(_Section, frozen=True, kw_only=True):
     share: float = 1.0  # of the requests that are no part of a trace, how many begin one
 
 
+class EnvironmentsSection(_Section, frozen=True, kw_only=True):
+    """``[environments]``: libraries that functions have for themselves."""
+
+    index: str = "https://pypi.org/simple"  # the package index, as pip names it; "": none, find_links alone
+    find_links: tuple[str, ...] = ()  # as pip's: folders of wheels, or pages with links to such
+    builds: bool = False  # whether --allow-build is granted, which runs code of packages with the machine's network
+    time_ms: int = 600_000  # for one to be built
+    size: str = "4GiB"  # of one
+    store: str = "16GiB"  # of all
+    idle_ms: int = 60_000  # after which the zygote of functions that need one of their own ends
+
+    @property
+    def local_paths(self) -> tuple[str, ...]:
+        """Of this machine, which who builds must see."""
+        named = [each.removeprefix("file://") for each in (self.index, *self.find_links)]
+        return tuple(path for path in named if path.startswith("/"))
+
+
 class JobsSection(_Section, frozen=True, kw_only=True):
     """``[jobs]``: requests that nobody waits for, and those that have an Idempotency-Key."""
 
@@ -232,6 +251,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     record: RecordSection = RecordSection()
     jobs: JobsSection = JobsSection()
     tracing: TracingSection = TracingSection()
+    environments: EnvironmentsSection = EnvironmentsSection()
     tenants: dict[str, TenantSection] = {}
     start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py

@@ -23,6 +23,7 @@ _MAYBE_SIZES: Final = (
 _SIZES: Final = (
     "sandbox.memory", "sandbox.scratch", "limits.body", "limits.bodies", "limits.response", "limits.stream",
     "limits.log", "record.limit", "limits.folder", "jobs.store", "jobs.tenant_store",
+    "environments.size", "environments.store",
 )  # fmt: skip
 _CHOICES: Final = {
     "gpu.device": ("auto", "cuda", "host"),
@@ -51,6 +52,8 @@ _NUMBERS: Final = {
     "jobs.wait_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
     "jobs.tenant_jobs": (1, 1_000_000, "a number from 1 to 1000000"),
     "tracing.share": (0, 1, "a number from 0 to 1"),
+    "environments.time_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
+    "environments.idle_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
     "node.port": (0, 65535, "a number from 0 to 65535"),
 }
 

@@ -130,6 +130,7 @@ class StatePaths:
         self.keys = self.state / "keys.json"
         self.secrets = self.state / "secrets.json"
         self.secrets_key = self.state / "secrets.key"  # or where [node] secrets_key says
+        self.environments = self.state / "environments"
         self.functions = self.state / "functions"
         self.blobs = self.functions / BLOBS
         self.logs = self.state / "logs"

@@ -29,6 +29,7 @@ from dormouse.router.admin import adminhttp, overview
 from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
 from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
@@ -47,6 +48,7 @@ from dormouse.router.front.requests import Requests
 from dormouse.router.front.server import HttpServer
 from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
 from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.plain import PlainZygote
 from dormouse.router.instances.sessions import Sessions
 from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.router.jobs.jobs import Jobs
@@ -88,8 +90,16 @@ class Router(Actor):
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)
         self._zygote = ZygoteLink(
-            config.sandbox, self.paths, self.instances, self.dispatch, self._forking_changed, self.log
+            config.sandbox,
+            self.paths,
+            self.instances,
+            self.dispatch,
+            self._forking_changed,
+            self._zygote_lost,
+            self.log,
         )
+        self._environments = Environments(self, self.state.environments)
+        self.plain = PlainZygote(self, self._environments.ended)
         secrets_key = Path(config.node.secrets_key) if config.node.secrets_key else self.state.secrets_key
         self._vault = Vault(SecretFile(self.state.secrets, secrets_key), picture)
         self._sessions = Sessions(self)
@@ -111,9 +121,20 @@ class Router(Actor):
         )
         gate = HttpGate(self.config.node, keys, audit)
         admin = Admin(
-            self, keys, audit, self._keeper, self._asks, self._logs, self._history, self.jobs, self._vault, gate.passes
+            self,
+            keys,
+            audit,
+            self._keeper,
+            self._asks,
+            self._logs,
+            self._history,
+            self.jobs,
+            self._vault,
+            gate.passes,
+            self._environments,
         )
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
+        self._environments.open()
         self.jobs.open()
         self.traces.open()
         self._watch = Sampler(self, admin.status, gate.admits)
@@ -136,6 +157,8 @@ class Router(Actor):
         if self._http is not None:
             await self._http.close()
         self._zygote.close()
+        self.plain.close()
+        self._environments.close()
         self.instances.close_all()
         self.scrapes.close()
         self.traces.close()
@@ -175,6 +198,11 @@ class Router(Actor):
     def confinement(self) -> str:
         return self._zygote.confinement
 
+    @property
+    def torch(self) -> tuple[str, str]:
+        """Versions of Python and torch that functions have; "" before they are known."""
+        return self._zygote.versions
+
     # --- what others say
 
     def blamed(self, blame: m.Blame) -> None:
@@ -183,11 +211,23 @@ class Router(Actor):
     def peers_changed(self, before: dict[str, int]) -> None:
         self.instances.peers_changed(self.peers)
         self._zygote.connect(self.peers.get("zygote", 0))
+        self.plain.peers_changed(self.peers, self.down)
         self.scrapes.peers_changed(self.peers)
         self.traces.peers_changed(self.peers)
         self._forking_changed()
         if self._watch is not None:
             self._watch.processes(self.peers, overview.gone(self))
+
+    def _zygote_lost(self) -> None:
+        """All forked instances are forgotten, so all of them end."""
+        self.plain.reset()
+        self.dispatch(e.ZygoteLost())
+
+    def _signal(self, name: str, number: int) -> None:
+        if self.plain.has(name):
+            self.plain.signal(name, number)
+        else:
+            self._zygote.post(m.Signal(instance=name, signal=number))
 
     def _forking_changed(self) -> None:
         possible = self._zygote.warm and self.device is not None and self.instances.store_attached
@@ -215,6 +255,7 @@ class Router(Actor):
                 if isinstance(message, m.Catalogue):
                     self.requests.catalogue_known.set()
                     self._history.restore(message.functions)
+                    self._remove_environments()
                     self._keeper.remove_strays(self._history.snapshots())
 
     def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
@@ -266,14 +307,15 @@ class Router(Actor):
                 self._start(name, spec)
             case e.Kill(instance=name, why=why):
                 if not self._sessions.end(name, why):
-                    self._zygote.post(m.Signal(instance=name, signal=signal.SIGKILL))
+                    self._signal(name, signal.SIGKILL)
             case e.Interrupt(instance=name, ticket=ticket):
                 self.instances.hosts[name].give_up(ticket)
-                self._zygote.post(m.Signal(instance=name, signal=signal.SIGUSR1))
+                self._signal(name, signal.SIGUSR1)
             case e.Clean(instance=name):
                 self._sessions.end(name, "was given up")
                 self.instances.close(name)
                 self._keeper.remove_unused(self.instances.snapshots())
+                self._remove_environments()
             case e.Send(instance=name, message=message):
                 self._send(name, message)
             case e.Tell(message=told):
@@ -310,6 +352,13 @@ class Router(Actor):
         for spec in specs:
             self._keeper.discard(spec)
         self._keeper.remove_unused(self.instances.snapshots())
+        self._remove_environments()
+
+    def _remove_environments(self) -> None:
+        """Those that nobody has any more."""
+        specs = [each.spec for name in self._history.names() for each in self._history.of(name)]
+        specs += [instance.spec for instance in self.picture.instances.values()]
+        self._environments.remove_unused({spec.environment for spec in specs})
 
     def _tell(self, message: m.RouterToController) -> None:
         assert self._controller is not None, "nothing is decided before the start"
@@ -335,6 +384,10 @@ class Router(Actor):
             self.requests.settle(action, body)
 
     def _start(self, name: str, spec: m.FunctionSpec) -> None:
+        if spec.environment and self._environments.of(spec.environment) is None:
+            how = "could not be started: its libraries are not there for this version of torch; deploy it again"
+            self.dispatch(e.InstanceExited(name, how))
+            return
         try:
             log = self._logs.of(spec.name)
             secrets = self._vault.values(spec)
@@ -354,9 +407,14 @@ class Router(Actor):
         host.mask = SecretMask(secrets)
         pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), SecretMask(secrets))
         folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
-        fork = self.instances.fork_message(host, spec, str(folder), self.device, variables >= 0)
-        fds = (pipe.write_fd, host.arena.fd, variables)
-        self._zygote.post(fork, fds if fork.variables else fds[:2])
+        own = self._environments.site(spec.environment) if spec.environment else ""
+        fork = self.instances.fork_message(host, spec, str(folder), self.device, variables >= 0, own)
+        fds = (pipe.write_fd, host.arena.fd, variables)[: 2 + fork.variables]
+        environment = self._environments.of(spec.environment)
+        if environment is None or self._zygote.modules.isdisjoint(environment.names):
+            self._zygote.post(fork, fds)
+        else:
+            self.plain.fork(fork, fds)
         pipe.handed()
         if variables >= 0:
             os.close(variables)

@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 12
+PROTOCOL: Final = 13
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -64,6 +64,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     isolation: str = ""  # "tenant" | "function"; "": what the node's configuration says
     base: str = ""  # the folder is a LoRA adapter of this language model, which is deployed
     env: dict[str, str] = {}  # environment variables
+    requirements: str = ""  # of pip, one a line; else those of the folder's requirements.txt or pyproject.toml
+    allow_build: bool = False  # what has no wheel is built from its sources
+    network: bool = False
     secrets: tuple[str, ...] = ()  # of the tenant, by name: environment variables, too
 
 

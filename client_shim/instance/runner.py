@@ -6,10 +6,12 @@ instance goes on. The shim is installed before the function's first line runs.
 
 import faulthandler
 import gc
+import importlib
 import inspect
 import linecache
 import os
 import re
+import site
 import sys
 import types
 from collections.abc import Callable, Generator
@@ -31,6 +33,7 @@ from dormouse.client_shim.instance.signatures import Signature
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
+from dormouse.core.sandbox.confinement import ENVIRONMENT
 from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -344,6 +347,14 @@ def _log_file(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
+def _use(environment: str) -> None:
+    """Libraries of the function's own, before all others; also in the programs that it starts."""
+    sys.path.insert(0, environment)
+    site.addsitedir(environment)  # its .pth files
+    importlib.invalidate_caches()
+    os.environ["PYTHONPATH"] = os.pathsep.join([environment, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _checked(make: Callable[[], UserFunction], fork: m.Fork) -> Callable[[], UserFunction]:
     """What it was deployed as, it must be."""
     if fork.batch:
@@ -355,6 +366,12 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
+    if fork.build is not None:
+        from dormouse.core.sandbox.builder import build  # imports what instances do not need
+
+        build(fork.build, source)
+    if own := os.environ.get(ENVIRONMENT):
+        _use(own)
     context.label_log_records()
     gc.enable()
     if "numpy.random" in sys.modules:

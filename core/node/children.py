@@ -62,6 +62,7 @@ class RunningRole:
         self.epoch = epoch
         self.ready = False
         self.ending_instances = False
+        self.dismissed = False  # it ends because nobody wants it for now
         self.failure: str | None = None
         self.watchdog = ""  # why the node has killed it for what it was at
         self.stopped_s: float | None = None  # since when it has been seen stopped

@@ -70,6 +70,13 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more.")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable that it sees. Several may be given.")
 @click.option("--env-file", multiple=True, metavar="FILE", help="A file of such lines.")
+@click.option(
+    "--requirements",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Libraries of its own.  [default: requirements.txt beside it]",
+)
+@click.option("--allow-build", is_flag=True, help="Build those that have no wheel, where the node allows it.")
+@click.option("--network", is_flag=True, help="It has the machine's network, where the node allows it.")
 @click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A secret that it sees as a variable.")
 @as_json
 @pass_context
@@ -82,6 +89,7 @@ def deploy(
     lora: str | None,
     env: tuple[str, ...],
     env_file: tuple[str, ...],
+    requirements: str | None,
     json_: bool,
     **settings: Any,
 ) -> None:
@@ -127,6 +135,7 @@ def deploy(
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
+        settings["requirements"] = "" if requirements is None else Path(requirements).read_text(errors="replace")
         settings |= {"llm": llm is not None, "env": variables(env, env_file)}
         answer = command.client.deploy(name, found, settings, _show_printed)
     except folder.NoFunction as error:

@@ -34,7 +34,7 @@ from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
 from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
-from dormouse.core.sandbox.world import ZYGOTE, worlds
+from dormouse.core.sandbox.world import ZYGOTE, dormant_worlds, worlds
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
@@ -68,8 +68,9 @@ class Supervisor:
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
-        self.worlds = worlds(config)
-        self.roles = ["store", "controller", "router", *self.worlds, *(f"gpu{k}" for k in range(config.gpu_count))]
+        self.dormant = dormant_worlds(config)
+        self.worlds = worlds(config) | self.dormant
+        self.roles = ["store", "controller", "router", *worlds(config), *(f"gpu{k}" for k in range(config.gpu_count))]
         self.children: dict[str, RunningRole] = {}
         self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
         self.loop = asyncio.get_running_loop()
@@ -120,12 +121,12 @@ class Supervisor:
         self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
 
     def _wanted(self, role: str) -> None:
-        if role in ON_DEMAND and role not in self.roles:
+        if (role in ON_DEMAND or role in self.dormant) and role not in self.roles:
             self.roles.append(role)
-            self.epochs[role] = 0
+            self.epochs.setdefault(role, 0)
             self._restarts.add(role)
-            if not self._restarting_all and not self._stopping:
-                self._start(role)
+            if not self._restarting_all and not self._stopping and role not in self.children:
+                self._start(role)  # else when the one that was dismissed has ended
 
     def _inherits(self, role: str) -> dict[str, int]:
         if role == "router":
@@ -155,6 +156,12 @@ class Supervisor:
                     victim.kill()
             case m.WantRole(role=role):
                 self._wanted(role)
+            case m.DismissRole(role=role, epoch=epoch):
+                dismissed = self.children.get(role)
+                if role in self.dormant and role in self.roles and dismissed is not None and dismissed.epoch == epoch:
+                    self.roles.remove(role)
+                    dismissed.dismissed = True
+                    dismissed.send(m.Shutdown())
             case m.Heartbeat():
                 pass
 
@@ -183,6 +190,12 @@ class Supervisor:
             del self.children[child.role]
         self._ended.set()
         if self._stopping:
+            return
+        if child.dismissed:
+            self.log.info("process_dismissed", child=child.role, epoch=child.epoch)
+            self._tell_peers()
+            if child.role in self.roles and not self._restarting_all:  # wanted again meanwhile
+                self._start(child.role)
             return
         words = child.last_words(500)
         self.log.error("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)

@@ -19,6 +19,9 @@ from typing import Final
 from dormouse.core.sandbox import environment, linux, mounts, pagetable, seccomp, view
 from dormouse.schemas.errors import ProcessFailed
 
+ENVIRONMENT: Final = "DORMOUSE_ENVIRONMENT"
+"""The variable by which an instance finds its function's own libraries."""
+
 _MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
 _KINDS: Final = ("AS", "CPU", "DATA", "FSIZE", "MEMLOCK", "NOFILE", "NPROC", "STACK")
 _LIMITS: Final[dict[str, int]] = {name: getattr(resource, f"RLIMIT_{name}") for name in _KINDS}
@@ -73,6 +76,9 @@ class Cell:
     zygote_pid: int
     place: str
     scratch_nbytes: int
+    environment: str = ""  # the folder of the function's own libraries; ``builds`` them: it may write there
+    builds: bool = False
+    network: bool = False  # the machine's, and not one of its own without anything
 
 
 def become_authority() -> Level:
@@ -186,10 +192,14 @@ def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
 
 def _windows(cell: Cell) -> list[mounts.BoundPath]:
     """What this instance sees beside what all see: where its sockets are, and the function's folder."""
-    return [
+    windows = [
         mounts.BoundPath(path=os.path.realpath(cell.directory)),
         mounts.BoundPath(path=view.FUNCTION, source=os.path.realpath(cell.folder)),
     ]
+    if cell.environment:
+        source = os.path.realpath(cell.environment)
+        windows.append(mounts.BoundPath(path=view.ENVIRONMENT, source=source, writable=cell.builds))
+    return windows
 
 
 def close_descriptors(keep: Iterable[int]) -> None:
@@ -212,12 +222,15 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     for fd, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
         os.dup2(fd, target)
     close_descriptors(keep)
-    folder = _folder(level, cell)
+    folder = _named(level, cell.uid, cell.folder, view.FUNCTION)
+    level = replace(level, net=level.net and not cell.network)
     linux.set_name(f"dormouse {os.path.basename(cell.directory)}")
     changes_uid = cell.uid != os.getuid()
     private = _private(level, cell)
+    if cell.environment:
+        private[ENVIRONMENT] = _named(level, cell.uid, cell.environment, view.ENVIRONMENT)
     if level.flags:
-        root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid)
+        root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid, cell.network)
         _enter(level, root, cell.place, cell.uid)
     _limit(cell.limits, level)
     with suppress(OSError):  # no CAP_SETPCAP: then there is nothing to lose, and no_new_privs gives nothing back
@@ -249,14 +262,14 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     return folder
 
 
-def _folder(level: Level, cell: Cell) -> str:
-    """A name of the function's folder that works after the confinement."""
+def _named(level: Level, uid: int, folder: str, inside: str) -> str:
+    """A name of a folder that works after the confinement."""
     if level.mount:
-        return view.FUNCTION
-    if cell.uid == os.getuid():
-        return cell.folder
+        return inside
+    if uid == os.getuid():
+        return folder
     # Another uid cannot pass through the node's directories, but what is open stays open.
-    return f"/proc/self/fd/{os.open(cell.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)}"
+    return f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)}"
 
 
 def _private(level: Level, cell: Cell) -> dict[str, str]:

@@ -225,6 +225,9 @@ class ForkServer:
                 zygote_pid=self._zygote_pid,
                 place=self._place,
                 scratch_nbytes=self._scratch_nbytes,
+                environment=fork.environment,
+                builds=fork.build is not None,
+                network=fork.network,
             )
             variables = _variables(fds[2]) if fork.variables else {}
             folder = confinement.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])

@@ -14,6 +14,7 @@ from typing import Final
 from dormouse.core.sandbox import linux
 
 _READ_ONLY: Final = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+_WRITABLE: Final = linux.MS_NOSUID | linux.MS_NODEV
 _DEVICE: Final = linux.MS_NOSUID | linux.MS_NOEXEC
 _COVER_OPTIONS: Final = "mode=0755,size=1m,nr_inodes=4096"
 _OWN_NBYTES: Final = 1 << 20  # directories, links and a passwd file
@@ -31,11 +32,12 @@ class Cover:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPath:
-    """``source``, by default the same path, at ``path``; read-only. A ``device`` is a node of /dev."""
+    """``source``, by default the same path, at ``path``; read-only if not ``writable``. A ``device`` is one of /dev."""
 
     path: str
     source: str = ""
     device: bool = False
+    writable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,4 +146,5 @@ def _open_window(window: BoundPath, target: str) -> None:
         os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
     linux.mount(source, target, None, linux.MS_BIND | linux.MS_REC)
-    linux.restrict_mount(target, _DEVICE if window.device else _READ_ONLY)
+    flags = _DEVICE if window.device else _WRITABLE if window.writable else _READ_ONLY
+    linux.restrict_mount(target, flags)

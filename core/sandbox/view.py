@@ -8,6 +8,7 @@ import pwd
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from dormouse import core, schemas
@@ -16,6 +17,9 @@ from dormouse.core.sandbox import mounts
 HOME: Final = "/home/dormouse"
 FUNCTION: Final = "/function"
 """Where an instance sees its snapshot."""
+
+ENVIRONMENT: Final = "/environment"
+"""Where it sees the libraries that are its function's own."""
 
 USER: Final = "dormouse"
 SCRATCH: Final = ("/tmp", "/var/tmp", "/dev/shm", HOME)
@@ -49,6 +53,9 @@ _FILES: Final = {
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "/etc/passwd": "root:x:0:0::/:/bin/sh\n{user}:x:{uid}:{uid}::{home}:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
 }
+_NETWORK_FILES: Final = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
+"""What names are looked up by; as the machine has them where there is a network."""
+
 _LINKS: Final = {
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
@@ -68,12 +75,16 @@ class View:
     links: dict[str, str] = field(default_factory=dict)
     caches: dict[str, str] = field(default_factory=dict)  # environment variables that point into windows
 
-    def root(self, uid: int, windows: list[mounts.BoundPath], scratch_nbytes: int, own_proc: bool) -> mounts.Root:
+    def root(
+        self, uid: int, windows: list[mounts.BoundPath], scratch_nbytes: int, own_proc: bool, network: bool = False
+    ) -> mounts.Root:
         """The root of one instance, with its own windows."""
         names = {"user": USER, "uid": uid, "home": HOME}
         passwd = {path: text.format(**names) for path, text in _FILES.items()}
         if uid == 0:
             passwd["/etc/passwd"] = passwd["/etc/passwd"].split("\n", 1)[1]
+        if network:
+            passwd |= {path: found for path in _NETWORK_FILES if (found := _text(path))}
         return mounts.Root(
             steps=tuple(mounts.plan(self.covers, [*self.windows, *windows])),
             links=self.links,
@@ -120,6 +131,13 @@ def gather(run: str, state: str | None, read: Iterable[str] = (), modules: Itera
         links={link: to for path in wanted for link, to in mounts.links_on(path).items()} | _LINKS,
         caches=caches,
     )
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _places(name: str) -> Iterator[str]:

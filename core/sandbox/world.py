@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+from msgspec import structs
 
 if TYPE_CHECKING:
     from dormouse.core.config import NodeConfig
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 FUNCTIONS: Final = "functions"
 ZYGOTE: Final = "zygote"
 """Role of the zygote of functions; that of another world has the world's name behind a dot."""
+
+PLAIN: Final = "plain"
+PLAIN_ZYGOTE: Final = f"{ZYGOTE}.{PLAIN}"
+"""Of functions with libraries of their own, where these are not those that the zygote of functions has imported."""
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,3 +56,10 @@ def worlds(config: "NodeConfig") -> dict[str, World]:
         entry="dormouse.client_shim.instance.runner:run_instance",
     )
     return {world.role: world for world in (functions, *config.start.worlds)}
+
+
+def dormant_worlds(config: "NodeConfig") -> dict[str, World]:
+    """The same of those whose zygotes are started when they are wanted, and end when they are not."""
+    functions = worlds(config)[ZYGOTE]
+    plain = structs.replace(functions, name=PLAIN, libraries=())
+    return {plain.role: plain}

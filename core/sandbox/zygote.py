@@ -31,7 +31,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.forkserver import ForkedInstance, ForkRefused, ForkServer
 from dormouse.core.sandbox.warming import Warming
-from dormouse.core.sandbox.world import World, worlds
+from dormouse.core.sandbox.world import World, dormant_worlds, worlds
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
@@ -107,7 +107,8 @@ class Zygote:
         self._watch(sock.fileno(), self._receive)
         version = ".".join(map(str, sys.version_info[:3]))
         torch = getattr(sys.modules.get("torch"), "__version__", "")  # if that is of this world
-        self._tell(m.ZygoteReady(confinement=str(self._server.level), python=version, torch=str(torch)))
+        level = str(self._server.level)
+        self._tell(m.ZygoteReady(confinement=level, python=version, torch=str(torch), modules=list(_imported())))
 
     def _disconnect(self) -> None:
         """The router is gone: so are its instances, when this returns; the next one may give their uids to others."""
@@ -172,6 +173,11 @@ class Zygote:
             self._tell(m.Exited(instance=child.instance, pid=child.host_pid, status=status, limit=limit))
 
 
+def _imported() -> set[str]:
+    """The packages and modules at the top that this world has, but for those of Python itself."""
+    return {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names
+
+
 def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
     """What the supervisor sees is the parent of the zygote, which is the init of a pid namespace: mirror its life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -189,7 +195,7 @@ def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
 
 
 def _world(config: NodeConfig, role: str) -> World:
-    found = worlds(config)
+    found = worlds(config) | dormant_worlds(config)
     if role not in found:
         raise ProcessFailed(f"there is no world for {role!r}; this node has {', '.join(found)}")
     return found[role]
@@ -230,7 +236,12 @@ def main() -> int:
     place = str(paths.sandbox_root)
 
     def gather() -> view.View:
-        return view.gather(arguments.run, str(config.state_directory), config.sandbox.read, world.needed)
+        return view.gather(
+            arguments.run,
+            str(config.state_directory),
+            (*config.sandbox.read, *config.environments.local_paths),
+            world.needed,
+        )
 
     level = confinement.probe(level, gather(), place, uid)
     gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time

@@ -25,6 +25,7 @@ from dormouse.router.access.passes import Passes
 from dormouse.router.admin import overview
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.deploying import NAME, Deploying, spec_of
+from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.vault import Vault
@@ -98,6 +99,8 @@ def _version(version: Version) -> dict[str, Any]:
         "content": spec.content,
         "env": [name for name, _ in spec.env],
         "secrets": list(spec.secrets),
+        "environment": spec.environment,
+        "network": spec.network,
     }
 
 
@@ -128,8 +131,9 @@ class Admin:
         jobs: Jobs,
         vault: Vault,
         passes: Passes,
+        environments: Environments,
     ) -> None:
-        self._passes = passes
+        self._passes, self._environments = passes, environments
         self._jobs = jobs
         self._vault = vault
         self._history = history
@@ -366,7 +370,17 @@ class Admin:
             spec = self._spec(caller, act, base)
             below = ADAPTER if base is not None else ""
             begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below)
-            deploying = Deploying(self._keeper, self._asks, spec, begun, lambda: self._may_deploy(caller, spec), base)
+            deploying = Deploying(
+                self._keeper,
+                self._asks,
+                spec,
+                begun,
+                lambda: self._may_deploy(caller, spec),
+                act.settings,
+                base,
+                self._environments,
+                lambda data: self._logs.of(act.name).write(data),
+            )
             try:
                 yield deploying
             finally:
@@ -409,6 +423,9 @@ class Admin:
             spec = structs.replace(spec, tenant=caller.tenant)
         self._may_deploy(caller, spec)
         self._vault.may_use(caller, spec)
+        if spec.network and not self._node.config.sandbox.network:
+            text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
+            raise refuse(403, "network_refused", text)
         return spec
 
     def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:

@@ -12,6 +12,7 @@ from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import Upload, disk_full
 from dormouse.router.decisions import events as e
@@ -95,6 +96,7 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         batch=settings.batch,
         batch_wait_ms=batch_wait_ms,
         env=_env_of(settings),
+        network=settings.network,
         secrets=tuple(checked_variable(name, "a secret's name") for name in dict.fromkeys(settings.secrets)),
     )
 
@@ -114,8 +116,9 @@ def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:
 
 def _check_no_variables(settings: a.Settings) -> None:
     """Raises ConfigError."""
-    if settings.env or settings.secrets:
-        raise ConfigError("env and secrets are of functions: no code of yours runs in a language model's instance")
+    for name in ("env", "secrets", "requirements", "network"):
+        if getattr(settings, name):
+            raise ConfigError(f"{name} is of functions: no code of yours runs in a language model's instance")
 
 
 def _ms(name: str, text: str | int) -> int:
@@ -200,8 +203,13 @@ class Deploying:
         spec: FunctionSpec,
         upload: Upload,
         may: Callable[[], None],
+        settings: a.Settings,
         base: FunctionSpec | None = None,
+        environments: Environments | None = None,
+        printed: Callable[[bytes], None] = lambda _: None,
     ) -> None:
+        self._environments, self._printed = environments, printed
+        self._requirements, self._sources = settings.requirements, settings.allow_build
         self.upload = upload
         self.handed = False
         self._keeper = keeper
@@ -241,8 +249,25 @@ class Deploying:
             await self._keeper.keeping(self.upload.beside, self._keeper.snapshots.tree(base.name, base.snapshot))
         entry = self._spec.entry if base is None else ADAPTER_CONFIG
         await self._keeper.keeping(self.upload.finish, entry)
+        key = await self._environment()
         self._may()  # while they came, the name may have been taken
-        spec = structs.replace(self._spec, snapshot=self.upload.snapshot, content=self.upload.content)
+        spec = structs.replace(self._spec, snapshot=self.upload.snapshot, content=self.upload.content, environment=key)
+        if self._environments is None:
+            return await self._change(spec)
+        with self._environments.held(key):
+            return await self._change(spec)
+
+    async def _environment(self) -> str:
+        """The key of the function's own libraries, built if need be; "" if it needs none. Raises HttpError."""
+        if self._environments is None or self._spec.llm is not None or self._spec.embedding is not None:
+            return ""
+        wanted = self._environments.requirements(self._requirements, self.upload.tree)
+        if not wanted:
+            return ""
+        return await self._environments.get(wanted, self._sources, self._spec.tenant, self._printed)
+
+    async def _change(self, spec: FunctionSpec) -> dict[str, Any]:
+        """Raises HttpError."""
         self.handed = True
         try:
             settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))

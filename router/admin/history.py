@@ -54,6 +54,9 @@ class History:
         """Oldest first; the last one is served."""
         return self._versions.get(name, [])
 
+    def names(self) -> list[str]:
+        return list(self._versions)
+
     def has(self, spec: FunctionSpec) -> bool:
         """Whether its snapshot is needed."""
         return any(each.spec.snapshot == spec.snapshot for each in self.of(spec.name))

@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 
 from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
@@ -19,7 +20,7 @@ from dormouse.schemas.messages import FunctionSpec
 NAMES: Final = 20
 """Of functions that share bytes with one: hundreds may, each with all others."""
 
-OPTIONAL: Final = {"metrics"}
+OPTIONAL: Final = {"metrics", PLAIN_ZYGOTE}
 """Roles that a node may have or not."""
 
 

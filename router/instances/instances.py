@@ -210,9 +210,14 @@ class Instances:
         return host
 
     def fork_message(
-        self, host: InstanceHost, spec: m.FunctionSpec, folder: str, device: m.DeviceInfo, variables: bool
+        self,
+        host: InstanceHost,
+        spec: m.FunctionSpec,
+        folder: str,
+        device: m.DeviceInfo,
+        variables: bool,
+        environment: str,
     ) -> m.Fork:
-        sandbox = self._config.sandbox
         return m.Fork(
             instance=host.name,
             function=spec.name,
@@ -228,8 +233,21 @@ class Instances:
             concurrency=spec.concurrency,
             batch=spec.batch,
             variables=variables,
-            limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
+            environment=environment,
+            network=spec.network,
+            limits=self.limits,
         )
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Of each, as Fork has them."""
+        sandbox = self._config.sandbox
+        return {"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)}
+
+    @property
+    def builder_uid(self) -> int:
+        """Who builds environments, one at a time: none that an instance has."""
+        return self._config.sandbox.uid_base - 1 if self.apart else os.getuid()
 
     @property
     def apart(self) -> bool:

@@ -1,4 +1,4 @@
-"""The router's connection to the zygote: what it is told, and what it says as events. Decides nothing."""
+"""The router's connection to a zygote: what it is told, and what it says as events. Decides nothing."""
 
 import signal
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, assert_never
 from dormouse.core.config import SandboxSection
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
+from dormouse.core.sandbox.world import ZYGOTE
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.instances.instances import Instances
@@ -15,7 +16,7 @@ from dormouse.schemas.errors import PeerLost
 
 
 class ZygoteLink:
-    """``changed`` is called when ``warm`` may have changed."""
+    """``changed`` is called when ``warm`` may have changed; ``lost``, when all that it had forked is gone."""
 
     def __init__(
         self,
@@ -24,9 +25,15 @@ class ZygoteLink:
         instances: Instances,
         dispatch: Callable[[e.Event], None],
         changed: Callable[[], None],
+        lost: Callable[[], None],
         log: Any,
+        role: str = ZYGOTE,
     ) -> None:
         self.warm = False
+        self.modules: frozenset[str] = frozenset()
+        self.versions = ("", "")  # of Python and torch
+        self._role = role
+        self._gone = lost
         self.confinement = ""
         self._sandbox = sandbox
         self._paths = paths
@@ -45,7 +52,7 @@ class ZygoteLink:
         self._epoch = epoch
         if epoch:
             try:
-                self._poster = Poster(self._paths.zygote(epoch), m.FromZygote, self._hear, self._lost)
+                self._poster = Poster(self._paths.zygote(epoch, self._role), m.FromZygote, self._hear, self._lost)
             except PeerLost as error:
                 self._log.warning("zygote_unreachable", error=str(error))  # it died meanwhile; a new epoch will come
 
@@ -55,12 +62,13 @@ class ZygoteLink:
             self._poster, self.warm = None, False
             self._log.warning("zygote_lost", epoch=self._epoch)
             self._changed()
-            self._dispatch(e.ZygoteLost())
+            self._gone()
 
     def _hear(self, message: m.FromZygote) -> None:
         match message:
-            case m.ZygoteReady(confinement=confinement):
-                self.warm, self.confinement = True, confinement
+            case m.ZygoteReady(confinement=confinement, python=python, torch=torch, modules=modules):
+                self.warm, self.confinement, self.modules = True, confinement, frozenset(modules)
+                self.versions = python, torch
                 self._instances.own_uids = confinement.startswith("own-uid")
                 self._changed()
             case m.Forked(instance=name, pid=pid):
@@ -82,8 +90,14 @@ class ZygoteLink:
             self._poster.post(message, fds)
 
     def close(self) -> None:
+        """Which ends all that it has forked."""
         if self._poster is not None:
             self._poster.close()
+
+    def reset(self) -> None:
+        """The same, and it may be connected to again."""
+        self.close()
+        self._poster, self.warm, self._epoch = None, False, 0
 
 
 def _signal_name(number: int) -> str:

@@ -292,11 +292,14 @@ class ForkFailed(Message, frozen=True, kw_only=True, tag=3):
 
 
 class ZygoteReady(Message, frozen=True, kw_only=True, tag=4):
-    """The interpreter is warm. ``confinement`` is the level that instances get on this host, for `doctor`."""
+    """The interpreter is warm. ``confinement`` is the level that instances get on this host, for `doctor`.
+    ``modules``: what it has imported, without what is below packages and without Python's own.
+    """
 
     confinement: str
     python: str
     torch: str
+    modules: list[str] = []
 
 
 FromZygote = Forked | Exited | ForkFailed | ZygoteReady

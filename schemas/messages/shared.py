@@ -181,6 +181,8 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     batch_wait_ms: int = 0
     env: tuple[tuple[str, str], ...] = ()  # variables of its instances; not secret
     secrets: tuple[str, ...] = ()  # names of its tenant's secrets, which its instances have as variables
+    environment: str = ""  # the key of its own libraries
+    network: bool = False  # its instances see the machine's
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

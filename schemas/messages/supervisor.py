@@ -31,4 +31,11 @@ class WantRole(Message, frozen=True, kw_only=True, tag=5):
     role: str
 
 
-ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole | WantRole
+class DismissRole(Message, frozen=True, kw_only=True, tag=6):
+    """Router only: a zygote that is not wanted for now. Its epoch: a later one is wanted."""
+
+    role: str
+    epoch: int
+
+
+ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole | WantRole | DismissRole

@@ -3,6 +3,15 @@
 from dormouse.schemas.messages.shared import Arena, DeviceInfo, EmbeddingSettings, LlmSettings, Message
 
 
+class BuildOrder(Message, frozen=True, kw_only=True):
+    """Of an environment. ``index`` is that of pip, as are ``find_links``; ``sources``: what has no wheel is built."""
+
+    index: str
+    find_links: list[str] = []
+    sources: bool = False
+    variables: dict[str, str] = {}
+
+
 class Fork(Message, frozen=True, kw_only=True, tag=1):
     """Router to zygote, with descriptors [log, arena], and [variables] with ``variables``: start an instance.
 
@@ -24,6 +33,9 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     embedding: EmbeddingSettings | None = None
     concurrency: int = 1
     batch: int = 0
+    environment: str = ""  # where the function's own libraries are
+    network: bool = False
+    build: BuildOrder | None = None  # nothing is served: ``entry`` is a file of requirements, to ``environment``
     variables: bool = False  # a sealed file of the instance's alone: a JSON object of environment variables
 
 

@@ -110,7 +110,11 @@ def test_files_for_models() -> None:
     ("text", "line", "says"),
     [
         ('[node]\nname = "x"\ncolour = "red"\n', 3, "colour"),
-        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tracing, tenants, schedule"),
+        (
+            "[nodes]\n",
+            1,
+            "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tracing, environments, tenants, schedule",
+        ),
         ('[node]\nport = "high"\n', 2, "port"),
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),

@@ -22,6 +22,7 @@ from dormouse.router.admin.deploying import Deploying
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import BLOB_NBYTES, Snapshots, Upload
 from dormouse.router.front.exchange import HttpError
+from dormouse.schemas.admin import Settings
 
 BIG = os.urandom(BLOB_NBYTES)
 
@@ -226,7 +227,7 @@ def test_an_archive_that_the_disk_does_not_take_leaves_nothing(
     half.symlink_to("/dev/full")
     monkeypatch.setattr(snapshots, "half", lambda: half)
     none: Any = None
-    deploying = Deploying(Keeper(snapshots), none, none, upload, none)
+    deploying = Deploying(Keeper(snapshots), none, none, upload, none, Settings())
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"small enough for a buffer"

@@ -1,0 +1,406 @@
+"""Functions' own libraries: environments in ``STATE/environments``, each built once, by its content, and shared.
+
+::
+
+    KEY/environment.json   what it is made of (EnvironmentRecord)
+    KEY/site/              the libraries, as an instance sees them before the node's own
+    .SOMETHING/            one that is being built, or whose build was cut short: gone at the next start
+
+core/sandbox/builder.py builds, confined as an instance; here its result is looked over, because code of packages may
+have run in it, and taken over. One is built at a time. An environment is removed when no version of a function that is
+kept has it, and no deploy is about to.
+"""
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+from blake3 import blake3
+
+from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.directories import remove_tree
+from dormouse.core.paths import RunPaths
+from dormouse.core.requirements import RequirementsRefused, checked, of_project
+from dormouse.router.decisions import failures
+from dormouse.router.front.exchange import HttpError, refuse
+from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.plain import PlainZygote
+from dormouse.schemas import messages as m
+
+SITE: Final = "site"
+RECORD: Final = "environment.json"
+RESULT: Final = "result.json"
+RESULT_NBYTES: Final = 1 << 20
+MOST_FILES: Final = 200_000
+WAITING: Final = 16
+"""Builds that wait for others."""
+
+LOOK_S: Final = 1.0
+"""How often the size of one that is being built is looked at."""
+
+VARIABLES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_CERT")
+"""Of the node, which pip needs to reach an index."""
+
+_DEVICE: Final = m.DeviceInfo(name="", total_nbytes=0, capability=(0, 0), multiprocessors=0)
+_NO_ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=0)
+
+
+class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``lock``: all that is in it, with hashes. ``names``: of its modules. ``asked``: hashes of what led to it."""
+
+    lock: list[str]
+    names: list[str]
+    python: str
+    torch: str
+    nbytes: int
+    asked: list[str]
+
+
+class BuildResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the builder says."""
+
+    code: str
+    text: str = ""
+    lock: list[str] = []
+    names: list[str] = []
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    config: NodeConfig
+    paths: RunPaths
+    instances: Instances
+    log: Any
+
+    @property
+    def plain(self) -> PlainZygote: ...
+
+    @property
+    def torch(self) -> tuple[str, str]:
+        """The versions of Python and of torch that functions have; "" before they are known."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class Environments:
+    """See the module."""
+
+    def __init__(self, node: Node, directory: Path) -> None:
+        self._node, self._directory = node, directory
+        self._config = node.config.environments
+        self._known: dict[str, EnvironmentRecord] = {}  # by key
+        self._held: dict[str, int] = {}  # by key: deploys that are about to have it
+        self._fresh: set[str] = set()  # of which no deploy has heard yet
+        self._building: dict[str, asyncio.Future[str]] = {}  # by what is asked for
+        self._one = asyncio.Lock()
+        self._numbers = count(1)
+        self._ends: dict[str, asyncio.Future[str]] = {}  # by build: why it ended
+        self._thread = ThreadPoolExecutor(1, "environments")
+
+    def open(self) -> None:
+        """What is there."""
+        self._directory.mkdir(exist_ok=True, mode=0o700)
+        for path in self._directory.iterdir():
+            try:
+                self._known[path.name] = msgspec.json.decode((path / RECORD).read_bytes(), type=EnvironmentRecord)
+            except (OSError, msgspec.MsgspecError):  # a build that was cut short, or damaged
+                remove_tree(str(path))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def site(self, key: str) -> str:
+        return str(self._directory / key / SITE)
+
+    def of(self, key: str) -> EnvironmentRecord | None:
+        """None if it is not there, or was made for another Python or torch."""
+        found = self._known.get(key)
+        return found if found is not None and (found.python, found.torch) == self._node.torch else None
+
+    def requirements(self, said: str, tree: Path) -> str:
+        """Of a deploy with these files: what was said, or requirements.txt or pyproject.toml among them. "" for none.
+        Raises HttpError.
+        """
+        try:
+            if not said:
+                if (tree / "requirements.txt").is_file():
+                    said = (tree / "requirements.txt").read_text()
+                elif (tree / "pyproject.toml").is_file():
+                    said = of_project((tree / "pyproject.toml").read_text())
+            if not said.strip():
+                return ""
+            if not self._node.torch[1]:
+                raise HttpError(failures.starting())
+            return checked(said, self._node.torch[1])
+        except (UnicodeDecodeError, OSError) as error:
+            raise refuse(400, "bad_requirements", f"the requirements cannot be read: {error}") from None
+        except RequirementsRefused as refused:
+            raise refuse(400, refused.code, str(refused)) from None
+
+    @contextmanager
+    def held(self, key: str) -> Iterator[None]:
+        """A deploy is about to have it."""
+        self._held[key] = self._held.get(key, 0) + 1
+        self._fresh.discard(key)
+        try:
+            yield
+        finally:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+
+    async def get(self, requirements: str, sources: bool, tenant: str, printed: Callable[[bytes], None]) -> str:
+        """The key of an environment with these; "" if the node's own has them all. Raises HttpError."""
+        if sources and not self._config.builds:
+            text = "this node builds nothing from sources; whoever runs it can allow it: [environments] builds = true"
+            raise refuse(403, "builds_refused", text)
+        # Code of packages has run in a build from sources: what comes out is for its tenant alone.
+        said = [requirements, *self._node.torch, tenant if sources else ""]
+        asked = _hash(*said)
+        for key, found in self._known.items():
+            if asked in found.asked and self.of(key) is not None:
+                return key
+        if (building := self._building.get(asked)) is None:
+            if len(self._building) >= WAITING:
+                raise refuse(429, "queue_full", "many environments are being built; deploy again later")
+            building = self._building[asked] = asyncio.get_running_loop().create_future()
+            self._node.spawn(self._build(asked, requirements, sources, tenant, printed, building))
+        try:
+            return await asyncio.shield(building)
+        except HttpError as error:
+            raise HttpError(error.failure) from None  # several may wait for it: an exception of its own for each
+
+    async def _build(
+        self,
+        asked: str,
+        requirements: str,
+        sources: bool,
+        tenant: str,
+        printed: Callable[[bytes], None],
+        done: asyncio.Future[str],
+    ) -> None:
+        try:
+            async with self._one:
+                key = await self._built(asked, requirements, sources, tenant, printed)
+            self._fresh.add(key)
+            done.set_result(key)
+        except HttpError as error:
+            done.set_exception(error)
+            done.exception()  # who asked may have left
+        except OSError as error:
+            full = refuse(507, "disk_full", f"an environment cannot be kept: {error.strerror}; free space on the disk")
+            done.set_exception(full)
+            done.exception()
+        finally:
+            del self._building[asked]
+            done.cancel()  # if it was not set: the node ends
+
+    async def _built(
+        self, asked: str, requirements: str, sources: bool, tenant: str, printed: Callable[[bytes], None]
+    ) -> str:
+        """Raises HttpError, OSError."""
+        if sum(each.nbytes for each in self._known.values()) >= parse_nbytes(self._config.store):
+            text = (
+                f"environments have all of {self._config.store} ([environments] store); remove functions, or raise it"
+            )
+            raise refuse(507, "environments_full", text)
+        place = self._directory / f".{next(self._numbers)}"
+        remove_tree(str(place))
+        uid = self._node.instances.builder_uid
+        (place / "built").mkdir(parents=True, mode=0o700)
+        os.chown(place / "built", uid, -1)
+        (place / "requirements.txt").write_text(requirements)
+        try:
+            await self._run(place, uid, sources, printed)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._take, place, asked, tenant if sources else "")
+        finally:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, remove_tree, str(place)))
+
+    async def _run(self, place: Path, uid: int, sources: bool, printed: Callable[[bytes], None]) -> None:
+        """Have it built, within its bounds. Raises HttpError."""
+        loop = asyncio.get_running_loop()
+        name = f"0-{next(self._numbers)}"  # of no instance: their numbers begin with the router's epoch
+        directory = self._node.paths.instance(name)
+        os.mkdir(directory, 0o700)
+        os.chown(directory, uid, -1)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        arena_fd = os.memfd_create("dormouse-no-arena", os.MFD_CLOEXEC)
+        os.set_blocking(read_fd, False)
+
+        def hear() -> None:
+            with suppress(BlockingIOError):
+                if data := os.read(read_fd, 64 << 10):
+                    printed(data)
+                else:
+                    loop.remove_reader(read_fd)
+
+        variables = {each: os.environ[each] for each in VARIABLES if each in os.environ}
+        order = m.BuildOrder(
+            index=self._config.index, find_links=list(self._config.find_links), sources=sources, variables=variables
+        )
+        fork = m.Fork(
+            instance=name,
+            function="",
+            directory=directory,
+            uid=uid,
+            folder=str(place),
+            entry="requirements.txt",
+            arena=_NO_ARENA,
+            device=_DEVICE,
+            gpus=0,
+            limits=self._node.instances.limits,
+            environment=str(place / "built"),
+            network=True,
+            build=order,
+        )
+        most_nbytes = parse_nbytes(self._config.size)
+        ended = self._ends[name] = loop.create_future()
+        loop.add_reader(read_fd, hear)
+        failure: HttpError | None = None
+        end_s = loop.time() + self._config.time_ms / 1000
+        try:
+            self._node.plain.fork(fork, (write_fd, arena_fd))
+            os.close(write_fd)
+            write_fd = -1
+            while not ended.done():
+                await asyncio.wait((ended,), timeout=max(0.0, min(LOOK_S, end_s - loop.time())))
+                if ended.done() or failure is not None:
+                    continue
+                nbytes = await loop.run_in_executor(self._thread, _nbytes, place)
+                if nbytes > most_nbytes:
+                    failure = self._too_large()
+                elif loop.time() >= end_s:
+                    text = (
+                        f"the build took longer than {self._config.time_ms / 1000:g} s ([environments] time_ms); "
+                        "require less, or allow more"
+                    )
+                    failure = refuse(504, "build_timed_out", text)
+                if failure is not None:
+                    self._node.plain.signal(name, 9)
+                    end_s = float("inf")
+            hear()
+            if failure is not None:
+                raise failure
+            if how := ended.result():
+                raise refuse(500, "build_failed", f"what builds the environment {how}; deploy again")
+        finally:
+            del self._ends[name]
+            if self._node.plain.has(name):  # the node ends, or this was cancelled
+                self._node.plain.signal(name, 9)
+            loop.remove_reader(read_fd)
+            for fd in (read_fd, write_fd, arena_fd):
+                if fd >= 0:
+                    os.close(fd)
+            remove_tree(directory)
+
+    def _too_large(self) -> HttpError:
+        text = f"the environment has more than {self._config.size} ([environments] size); require less"
+        return refuse(413, "environment_too_large", text)
+
+    def ended(self, name: str, how: str) -> None:
+        """A build's process has; ``how``: "" if by itself."""
+        if (future := self._ends.get(name)) is not None and not future.done():
+            future.set_result(how)
+
+    def _take(self, place: Path, asked: str, scope: str) -> str:
+        """Take over what was built. Raises HttpError, OSError."""
+        built = place / "built"
+        try:
+            fd = os.open(built / RESULT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "rb") as file:
+                result = msgspec.json.decode(file.read(RESULT_NBYTES), type=BuildResult)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            raise refuse(500, "build_failed", "the build said nothing of its end; see the function's log") from None
+        if result.code:
+            raise refuse(507 if result.code == "disk_full" else 422, result.code, result.text)
+        if not result.lock:
+            return ""
+        nbytes = _own(built / SITE)
+        if nbytes > parse_nbytes(self._config.size):
+            raise self._too_large()
+        names = sorted({path.name.removesuffix(".py").partition(".")[0] for path in (built / SITE).iterdir()})
+        python, torch = self._node.torch
+        key = _hash(*result.lock, python, torch, scope)[:24]
+        before = self._known.get(key)
+        record = EnvironmentRecord(
+            lock=result.lock,
+            names=[each for each in names if each.isidentifier()],
+            python=python,
+            torch=torch,
+            nbytes=nbytes,
+            asked=[asked, *(before.asked if before is not None else [])][:64],
+        )
+        target = self._directory / key
+        if before is None:
+            new = place / "new"
+            new.mkdir(mode=0o755)
+            os.rename(built / SITE, new / SITE)
+            _write(new / RECORD, record)
+            os.sync()
+            remove_tree(str(target))
+            os.rename(new, target)
+        else:
+            _write(target / RECORD, record)
+        self._known[key] = record
+        return key
+
+    def remove_unused(self, used: set[str]) -> None:
+        """``used``: by versions of functions that are kept, and by instances."""
+        for key in self._known.keys() - used - self._held.keys() - self._fresh:
+            del self._known[key]
+            gone = self._directory / f".gone-{next(self._numbers)}"
+            with suppress(OSError):
+                os.rename(self._directory / key, gone)  # from now on it is not there, whenever it has been removed
+                self._thread.submit(remove_tree, str(gone))
+
+
+def _hash(*parts: str) -> str:
+    return str(blake3("\0".join(parts).encode()).hexdigest())
+
+
+def _write(path: Path, record: EnvironmentRecord) -> None:
+    half = path.with_name(f"{path.name}.new")
+    half.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+    half.replace(path)
+
+
+def _nbytes(place: Path) -> int:
+    """On the disk, of what is being written."""
+    total = 0
+    for here, _, names in os.walk(place):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(here, name)).st_size
+    return total
+
+
+def _own(site: Path) -> int:
+    """Make all of it the node's, which nobody else writes; its bytes. Raises HttpError, OSError."""
+    total = files = 0
+    os.chown(site, os.getuid(), os.getgid(), follow_symlinks=False)
+    for here, folders, names in os.walk(site):
+        os.chmod(here, 0o755)
+        for name in (*folders, *names):
+            path = os.path.join(here, name)
+            found = os.lstat(path)
+            files += 1
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or (
+                found.st_nlink > 1 and name in names
+            ):
+                raise refuse(422, "bad_wheel", f"{os.path.relpath(path, site)!r} is no ordinary file")
+            if files > MOST_FILES:
+                raise refuse(413, "environment_too_large", f"the environment has more than {MOST_FILES:,} files")
+            os.chown(path, os.getuid(), os.getgid(), follow_symlinks=False)
+            if name in names:
+                os.chmod(path, 0o755 if found.st_mode & 0o100 else 0o644)
+                total += found.st_size
+    return total

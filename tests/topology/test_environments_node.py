@@ -1,0 +1,245 @@
+"""Functions with libraries of their own on a real node: built from a small index of packages made here."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheels import PackageIndex
+
+from dormouse.core.folder import FunctionFolder
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.core.sandbox.world import PLAIN_ZYGOTE
+
+pytestmark = pytest.mark.timeout(600)
+
+WAIT_S = 120
+FUNCTION = """
+import colours, torch
+def handle(state, request):
+    return [colours.VERSION, float(torch.ones(3, device="cuda").sum())]
+"""
+OF_WARM = """
+import shellingham
+def handle(state, request):
+    return getattr(shellingham, "OWN", "the node's")
+"""
+GPU = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'
+
+
+def _packages(folder: Path) -> PackageIndex:
+    index = PackageIndex(folder)
+    for version in ("1.0", "2.0"):
+        index.wheel("colours", version, {"colours/__init__.py": f"VERSION = {version!r}\n"})
+    index.wheel("bright", "1.0", {"bright.py": ""}, requires=("colours<2",))
+    index.wheel("shellingham", "99.0", {"shellingham/__init__.py": "OWN = 'its own'\n"})
+    index.wheel("old-torch", "1.0", {"old_torch.py": ""}, requires=("torch==1.0",))
+    index.wheel("torch", "1.0", {"torch/__init__.py": ""})
+    index.wheel("gpu-only", "1.0", {"gpu_only.py": ""}, requires=("nvidia-cublas-cu12",))
+    index.wheel("nvidia-cublas-cu12", "12.0", {"nvidia/cublas/lib.so": "x"})
+    index.wheel("escape", "1.0", {"escape.py": "", "../../../escaped.py": "raise SystemExit"})
+    index.wheel("other-numpy", "1.0", {"other_numpy.py": ""}, requires=("numpy==1.0",))
+    index.wheel("numpy", "1.0", {"numpy/__init__.py": ""})
+    index.wheel("large", "1.0", {"large/data.txt": "0123456789abcdef" * (200 << 10)})
+    index.sources("compiled", "1.0", SETUP)
+    index.sources("built", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": BACKEND})
+    return index
+
+
+SETUP = "raise SystemExit('the code of a package has run')"
+BACKEND_OF = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+BACKEND = """
+import os, zipfile
+def build_wheel(folder, settings=None, metadata=None):
+    info = "built-1.0.dist-info"
+    files = {
+        "built.py": f"BY = {os.getuid()}, {os.path.exists('/function/requirements.txt')}",
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: built\\nVersion: 1.0\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(os.path.join(folder, "built-1.0-py3-none-any.whl"), "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return "built-1.0-py3-none-any.whl"
+"""
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> PackageIndex:
+    return _packages(tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(scope="module")
+def node(index: PackageIndex) -> Iterator[TestNode]:
+    own = f'[environments]\nindex = "{index.url}"\nidle_ms = 500\n[limits]\nversions = 1\n'
+    with running_node(f'{GPU}{own}[sandbox]\nwarm = ["shellingham"]\n') as running:
+        yield running
+
+
+def _kept(node: TestNode) -> int:
+    return sum((path / "environment.json").exists() for path in (node.state / "environments").iterdir())
+
+
+def test_two_versions_of_a_library_side_by_side(node: TestNode) -> None:
+    node.deployed("one", FUNCTION, {"requirements.txt": "colours==1.0\n"})
+    node.deployed("two", FUNCTION, {"pyproject.toml": '[project]\nname = "two"\ndependencies = ["colours>=2"]\n'})
+    node.deployed("third", FUNCTION, requirements="bright  # which needs an old one\n")
+    assert [node.result(name, 0) for name in ("one", "two", "third")] == [["1.0", 3.0], ["2.0", 3.0], ["1.0", 3.0]]
+    assert "Successfully installed colours-1.0" in node.log_of("one")
+    assert _kept(node) == 3
+    node.wait(lambda: PLAIN_ZYGOTE not in node.pids(), WAIT_S, "the zygote that builds to be dismissed")
+    assert [node.result(name, 0)[0] for name in ("one", "two")] == ["1.0", "2.0"], "who has what it needs, needs it not"
+
+
+def test_what_a_function_cannot_do_to_its_libraries(node: TestNode) -> None:
+    """Others may have the same ones."""
+    source = FUNCTION.replace("return [", 'open(colours.__file__, "a")\n    return [')
+    node.deployed("writes", source, requirements="colours==1.0\n")
+    message = node.invoke("writes", 0).message
+    assert "Permission denied" in message or "Read-only file system" in message
+    assert node.remove("writes").status == 200
+    assert _kept(node) == 3
+
+
+def test_the_same_requirements_are_built_once(node: TestNode) -> None:
+    before = node.log_of("one").count("the node looks")
+    node.deployed("one", FUNCTION, {"requirements.txt": "colours==1.0\n"})
+    assert node.log_of("one").count("the node looks") == before == 1
+
+
+def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNode) -> None:
+    """Its function is forked from a zygote that has not, which ends with it."""
+    node.deployed("node-s", OF_WARM)
+    node.deployed("own", OF_WARM, requirements="shellingham==99.0\n")
+    assert (node.result("own", 0), node.result("node-s", 0)) == ("its own", "the node's")
+    zygote = node.pids()[PLAIN_ZYGOTE]
+    node.kill(PLAIN_ZYGOTE)
+    node.replaced(PLAIN_ZYGOTE, zygote)
+    node.wait(lambda: bool(node.invoke("own", 0).body == "its own"), WAIT_S, "the function to be back")
+    assert node.result("node-s", 0) == "the node's"
+    assert node.restart("own").status == 200
+    node.wait(lambda: bool(node.invoke("own", 0).body == "its own"), WAIT_S, "the function to be back")
+    assert node.remove("own").status == 200
+    node.wait(lambda: PLAIN_ZYGOTE not in node.pids(), WAIT_S, "the zygote to be dismissed")
+    assert node.status()["node"]["gone"] == []
+    node.wait(lambda: _kept(node) == 3, WAIT_S, "its environment to go")
+
+
+@pytest.mark.parametrize(
+    ("requirements", "code", "says"),
+    [
+        ("colours==3.0", "unsolvable", "No matching distribution found for colours==3.0"),
+        ("no-such-package", "unsolvable", "No matching distribution found for no-such-package"),
+        ("bright\ncolours==2.0", "unsolvable", "conflicting dependencies"),
+        ("compiled", "needs_build", "compiled has no wheel for Python"),
+        ("torch==1.0", "torch_held", "functions have the node's torch"),
+        ("torch==2.13.0+cu130", "cuda_refused", "is a build for GPUs"),
+        ("old-torch", "torch_held", "old-torch 1.0 depends on torch==1.0"),
+        ("other-numpy", "version_held", "is in use, and another cannot be: The conflict is caused by: other-numpy 1.0"),
+        ("gpu-only", "cuda_refused", "nvidia-cublas-cu12 12.0, a part of CUDA"),
+        ("escape", "build_failed", "outside the target directory"),
+        ("--index-url http://127.0.0.1:1/", "bad_requirements", "is an option of pip"),
+    ],
+)
+def test_what_cannot_be_built_is_named_and_the_old_version_goes_on(
+    node: TestNode, requirements: str, code: str, says: str
+) -> None:
+    answer = node.deploy("one", FUNCTION, requirements=requirements)
+    assert answer.code == code, answer
+    assert says in answer.message
+    assert "the code of a package has run" not in answer.message + node.log_of("one")
+    assert node.result("one", 0) == ["1.0", 3.0]
+    assert not [path for path in (node.state / "environments").rglob("*") if "escaped" in path.name]
+    assert [path for path in (node.state / "environments").iterdir() if path.name.startswith(".")] == []
+
+
+def test_sources_are_built_only_where_the_node_allows_it(node: TestNode, index: PackageIndex) -> None:
+    answer = node.deploy("one", FUNCTION, requirements="built", allow_build=True)
+    assert (answer.status, answer.code) == (403, "builds_refused")
+    source = "import built\ndef handle(state, request):\n    return built.BY\n"
+    with running_node(f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n') as other:
+        other.deployed("f", source, requirements="built", allow_build=True)
+        by, sees = other.result("f", 0)
+        assert (by == 60_999) is ("own-uid" in other.status()["node"]["confinement"])
+        assert not sees, "it can read nothing that is the node's alone"
+
+
+def test_two_deploys_of_one_name_at_once(node: TestNode) -> None:
+    answers: list[HttpAnswer] = []
+    ready = threading.Barrier(2)
+
+    def deploy(version: str) -> None:
+        folder = node.folder(f"both-{version}")
+        ready.wait()
+        (folder / "both.py").write_text(FUNCTION)
+        try:
+            settings = {"requirements": f"colours=={version}"}
+            answer = node.admin.deploy("both", FunctionFolder(folder, "both.py", False), settings)
+            answers.append(HttpAnswer(200, answer, {}))
+        except CallRefused as error:
+            answers.append(HttpAnswer(error.status, {"error": {"code": error.code, "message": str(error)}}, {}))
+
+    threads = [threading.Thread(target=deploy, args=(version,)) for version in ("1.0", "2.0")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {answer.status for answer in answers} <= {200, 409}, answers
+    assert 200 in {answer.status for answer in answers}
+    assert node.result("both", 0) in (["1.0", 3.0], ["2.0", 3.0])
+    assert node.remove("both").status == 200
+
+
+def test_a_node_that_starts_again_has_its_environments(node: TestNode) -> None:
+    node.kill_all()
+    (node.state / "environments" / ".17" / "built").mkdir(parents=True)
+    node.start()
+    assert node.result("two", 0) == ["2.0", 3.0]
+    node.wait(lambda: not (node.state / "environments" / ".17").exists(), WAIT_S, "what was cut short to go")
+    for name in ("one", "two", "third", "node-s"):
+        assert node.remove(name).status == 200
+    node.wait(lambda: _kept(node) == 0, WAIT_S, "what nobody has to go")
+
+
+def test_a_build_is_bounded_in_time_and_in_bytes(index: PackageIndex) -> None:
+    """By an index that takes a connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
+        with running_node(f'{GPU}[environments]\nindex = "{url}"\ntime_ms = 3000\n') as node:
+            node.deployed("f", "def handle(state, request):\n    return 1\n")
+            answer = node.deploy("f", FUNCTION, requirements="colours")
+            assert (answer.status, answer.code) == (504, "build_timed_out")
+            assert "longer than 3 s ([environments] time_ms)" in answer.message
+            assert node.result("f", 0) == 1
+            assert list((node.state / "environments").iterdir()) == []
+            assert [path for path in (node.run / "i").iterdir() if path.name.startswith("0-")] == []
+    with running_node(f'{GPU}[environments]\nindex = "{index.url}"\nsize = "1MiB"\n') as node:
+        answer = node.deploy("f", FUNCTION, requirements="large\ncolours")
+        assert (answer.status, answer.code) == (413, "environment_too_large")
+        assert list((node.state / "environments").iterdir()) == []
+        node.deployed("f", FUNCTION, requirements="colours==1.0")
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_network_only_where_the_node_grants_it(granted: bool) -> None:
+    source = """
+    import socket
+    def handle(state, request):
+        socket.create_connection(("127.0.0.1", request), timeout=20).close()
+        return "connected"
+    """
+    config = f"{GPU}[sandbox]\nwarm = []\nnetwork = {str(granted).lower()}\n"
+    with running_node(config) as node:
+        without: dict[str, Any] = {} if granted else {"network": True}
+        refused = node.deploy("f", source, **without)
+        assert refused.status == (200 if granted else 403)
+        node.deployed("f", source)
+        if "net" in node.status()["node"]["confinement"]:
+            assert "in create_connection" in node.invoke("f", node.port).message
+        if granted:
+            node.deployed("f", source, network=True)
+            assert node.result("f", node.port) == "connected"

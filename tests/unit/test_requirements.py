@@ -1,0 +1,64 @@
+"""What functions may require: what cannot be in an environment is refused by its name."""
+
+import pytest
+
+from dormouse.core.requirements import MOST_LINES, MOST_NBYTES, RequirementsRefused, checked, of_project
+
+TORCH = "2.13.0+cpu"
+
+
+def _refused(text: str) -> tuple[str, str]:
+    with pytest.raises(RequirementsRefused) as caught:
+        checked(text, TORCH)
+    return caught.value.code, str(caught.value)
+
+
+def test_lines_without_comments() -> None:
+    text = "# what it needs\n\ncolours>=1 # bright\nrich[all] \\\n  <99\ntorch\ntorch>=2.11,<3\ntorch==2.13.0\r\n"
+    wanted = ["colours>=1", "rich[all]    <99", "torch", "torch>=2.11,<3", "torch==2.13.0"]
+    assert checked(text, TORCH).splitlines() == wanted
+    assert checked("\n# nothing\n", TORCH) == ""
+    assert checked("colours==1 --hash=sha256:00", TORCH) == "colours==1 --hash=sha256:00\n"
+
+
+def test_what_is_not_for_here_is_not_looked_at() -> None:
+    line = 'torch==2.5; sys_platform == "win32"'
+    assert checked(line, TORCH) == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("torch==2.13.0+cu130", "cuda_refused", "is a build for GPUs: functions have the node's torch 2.13.0+cpu"),
+        ("torch==2.5.1", "torch_held", "is another version: functions have the node's torch 2.13.0+cpu"),
+        ("Torch<2", "torch_held", "write torch without a version"),
+        ("nvidia-cublas-cu12", "cuda_refused", "nvidia-cublas-cu12 is a part of CUDA"),
+        ("triton==3", "cuda_refused", "triton is a part of CUDA"),
+        ("--index-url https://evil.example/simple", "bad_requirements", "is an option of pip"),
+        ("-r more.txt", "bad_requirements", "is an option of pip"),
+        ("-e .", "bad_requirements", "is an option of pip"),
+        ("./wheels/own.whl", "bad_requirements", "is no requirement"),
+        ("git+https://example.org/repo", "bad_requirements", "is no requirement"),
+        ("own @ https://example.org/own.whl", "bad_requirements", "own is named by an address"),
+        ("own @ file:///etc/passwd", "bad_requirements", "own is named by an address"),
+        ("two words", "bad_requirements", "is no requirement"),
+        ("\0", "bad_requirements", "is no requirement"),
+    ],
+)
+def test_what_is_refused_is_named(line: str, code: str, says: str) -> None:
+    found, text = _refused(f"colours\n{line}\n")
+    assert found == code
+    assert says in text
+
+
+def test_requirements_are_bounded() -> None:
+    assert "more than 32,768 bytes" in _refused("#" * (MOST_NBYTES + 1))[1]
+    assert "501 requirements" in _refused("a\n" * (MOST_LINES + 1))[1]
+
+
+def test_of_a_project_its_dependencies_count() -> None:
+    assert of_project('[project]\nname = "f"\ndependencies = ["colours>=1", "rich"]\n') == "colours>=1\nrich\n"
+    assert of_project("[tool.other]\nx = 1\n") == ""
+    for text in ("[project\n", '[project]\ndependencies = "rich"\n', '[project]\ndependencies = ["a\\nb"]\n'):
+        with pytest.raises(RequirementsRefused, match=r"pyproject\.toml"):
+            of_project(text)
