@@ -16,7 +16,6 @@ Any error after which the context cannot be trusted is DeviceLost, here and in e
 """
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -27,14 +26,14 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver, nvml
 from dormouse.gpuserver.device.cuda.budget import context_nbytes, crowding, divided
 from dormouse.gpuserver.device.cuda.copies import CopyStream, CudaCopyJob
-from dormouse.gpuserver.device.cuda.host import HostSlab, Pinner, Source, Staging
+from dormouse.gpuserver.device.cuda.host import Pinner, Staging
 from dormouse.gpuserver.device.cuda.memory import SMALL_NBYTES, CudaBlock, CudaGranules, CudaMemory, contiguous
-from dormouse.gpuserver.device.cuda.peers import open_peer
+from dormouse.gpuserver.device.cuda.sources import CopySources
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.cuda.torch_adapter import torch_adapter
 from dormouse.gpuserver.device.protocol import POISON, DeviceError, DeviceEvent, DeviceLost, Exported, storage_at
-from dormouse.gpuserver.transfer import Copy, Kind, Origin, chunked
+from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 16 << 20
@@ -114,14 +113,12 @@ class CudaDevice:
         self.torch_device = self._adapter.device
         self.approximate = self._adapter.approximate
         self._uncleared: set[int] = set()  # granules that the books take for cleared, after a remap that failed
-        self._slabs: dict[int, HostSlab] = {}
-        self._peers: dict[int, Source] = {}
-        self._lock = threading.Lock()  # of the two above
         self._copies = CopyStream(self._context, chunk_nbytes, lambda error: self.on_lost(error))
         self._copies.staging.reserve()
         self._out_staging.reserve()
         self.beside_nbytes = max(0, driver.memory_info()[0] - self.activation_nbytes)
-        self._pinner = Pinner(self._context, lambda text: self.on_trouble(text), lambda error: self.on_lost(error))
+        pinner = Pinner(self._context, lambda text: self.on_trouble(text), lambda error: self.on_lost(error))
+        self._sources = CopySources(self._context, pinner)
 
     # --- memory
 
@@ -175,21 +172,13 @@ class CudaDevice:
     # --- memory beside the pool
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
-        self._context.use()
-        source = HostSlab(memory, self._pinner)
-        with self._lock:
-            self._slabs[slab] = source
-        if memory.pinnable:
-            self._pinner.pin(source)
+        self._sources.map_host(slab, memory)
 
     def settle(self) -> None:
-        self._pinner.settle()
+        self._sources.settle()
 
     def unmap_host(self, slab: int) -> None:
-        self._context.use()
-        with self._lock:
-            source = self._slabs.pop(slab)
-        source.retire()
+        self._sources.unmap_host(slab)
 
     @property
     def address_nbytes(self) -> int:
@@ -211,27 +200,10 @@ class CudaDevice:
         return self._memory.export()
 
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
-        self._context.use()
-        source = open_peer(self._context, nbytes, handle, descriptors)
-        with self._lock:
-            before = self._peers.pop(gpu, None)
-            self._peers[gpu] = source
-        if before is not None:
-            before.retire()
+        self._sources.map_peer(gpu, nbytes, handle, descriptors)
 
     def drop_peer(self, gpu: int) -> None:
-        self._context.use()
-        with self._lock:
-            source = self._peers.pop(gpu, None)
-        if source is not None:
-            source.retire()
-
-    def _source(self, origin: Origin) -> Source:
-        table: dict[int, HostSlab] | dict[int, Source] = self._slabs if origin.kind is Kind.SLAB else self._peers
-        source = table.get(origin.number)
-        if source is None:
-            raise DeviceError(f"the memory of {origin.kind.value} {origin.number} is not mapped")
-        return source
+        self._sources.drop_peer(gpu)
 
     # --- copies
 
@@ -240,13 +212,13 @@ class CudaDevice:
     ) -> CudaCopyJob:
         self._context.use()
         plan = Steps(self._memory.base, self._scratch, self.chunk_nbytes, self._context.event)
-        with self._lock:
+        with self._sources.kept():
             for chunk in chunked(copies, self.chunk_nbytes):
                 self._require(chunk.device, chunk.nbytes)
                 inside = chunk.origin.kind is Kind.POOL
                 if inside:
                     self._require(chunk.start, chunk.nbytes)
-                plan.add(chunk, None if inside else self._source(chunk.origin))
+                plan.add(chunk, None if inside else self._sources.source(chunk.origin))
             point = after if isinstance(after, CudaEvent) else self._context.recorded(self._compute)
             job = CudaCopyJob(plan, point, on_done)
             self._copies.give(job)
@@ -256,9 +228,7 @@ class CudaDevice:
         self._context.use()
         driver.wait_event(self._out, self._context.recorded(self._compute).handle())
         for storage, number, offset in copies:
-            with self._lock:
-                slab = self._source(Origin(Kind.SLAB, number))
-            assert isinstance(slab, HostSlab)
+            slab = self._sources.slab(number)
             source, nbytes = storage.data_ptr(), storage.nbytes()
             target = slab.span(offset, nbytes, f"host {number}")
             if not self.contains(source, nbytes):
@@ -275,16 +245,14 @@ class CudaDevice:
         self._context.recorded(self._out).synchronize()
 
     def bandwidth(self, kind: Kind) -> float:
-        if kind is Kind.PEER and not self._peers:
+        if kind is Kind.PEER and not self._sources.peers:
             return 0.0  # nothing comes over a link that is not there
         return self._copies.rates.get(kind)
 
     # --- order
 
     def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
-        with self._lock:
-            source = self._source(Origin(Kind.SLAB, slab))
-        address = source.span(offset, nbytes, f"host {slab}")
+        address = self._sources.slab(slab).span(offset, nbytes, f"host {slab}")
         storage = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         if nbytes:
             storage.copy_(torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8))
@@ -354,9 +322,7 @@ class CudaDevice:
         for stream in (self._compute, self._out):
             driver.synchronize_stream(stream)
         self._adapter.detach()
-        for source in (*self._slabs.values(), *self._peers.values()):
-            source.retire()
-        self._pinner.close()
+        self._sources.close()
         self._out_staging.close()
         driver.free(self._scratch)
         self._memory.close()
