@@ -1,7 +1,7 @@
 """Requests per second of a function in batches and one by one: ``python -m benchmarks.request_batches``.
 
-Sixteen clients send requests of 16 tokens to a transformer of the size of all-MiniLM-L6-v2 (six layers of 384, random
-weights), to two functions in turns.
+Sixteen clients send requests to two functions in turns, which have the same model with random weights: ``minilm``, a
+transformer of the size of all-MiniLM-L6-v2 (six layers of 384), or BERT-base, both with 16 tokens, or ResNet-50.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import time
 
 from dormouse.core.node.testing import TestNode, running_node
 
-FUNCTION = """
+MINILM = """
 import torch
 from torch import nn
 
@@ -28,6 +28,36 @@ def handle_batch(model, requests):
         vectors = model["layers"](model["words"](tokens)).mean(1)
     return vectors.cpu().numpy()[:, :8].tolist()
 """
+
+BERT = """
+import torch
+from transformers import BertConfig, BertModel
+
+def load():
+    torch.manual_seed(0)
+    return BertModel(BertConfig()).to("cuda").eval()
+
+def handle_batch(model, requests):
+    with torch.no_grad():
+        return model(torch.tensor(requests).to("cuda")).pooler_output[:, :8].cpu().numpy().tolist()
+"""
+
+RESNET = """
+import torch
+from transformers import ResNetConfig, ResNetModel
+
+def load():
+    torch.manual_seed(0)
+    return ResNetModel(ResNetConfig()).to("cuda").eval(), torch.randn(3, 224, 224).to("cuda")
+
+def handle_batch(state, requests):
+    model, picture = state
+    scales = torch.tensor([1 + sum(each) / 1e6 for each in requests]).to("cuda")
+    with torch.no_grad():
+        return model(scales[:, None, None, None] * picture).pooler_output[:, :8, 0, 0].cpu().numpy().tolist()
+"""
+
+FUNCTIONS = {"minilm": MINILM, "bert": BERT, "resnet": RESNET}
 
 
 def rate(node: TestNode, name: str, clients: int, seconds: float) -> tuple[float, float]:
@@ -54,10 +84,13 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=sorted(FUNCTIONS), default="minilm")
+    parser.add_argument("--deadline", default="1s")
     arguments = parser.parse_args()
-    with running_node('[gpu]\ncount = 1\nmemory = "512MiB"\n') as node:
-        node.deployed("alone", FUNCTION)
-        node.deployed("batched", FUNCTION, batch=16)
+    function = FUNCTIONS[arguments.model]
+    with running_node('[gpu]\ncount = 1\nmemory = "1GiB"\n') as node:
+        node.deployed("alone", function, deadline=arguments.deadline)
+        node.deployed("batched", function, deadline=arguments.deadline, batch=16)
         tokens = list(range(16))
         alone, batched = node.result("alone", tokens), node.result("batched", tokens)
         assert max(abs(a - b) for a, b in zip(alone, batched, strict=True)) < 1e-4
@@ -66,8 +99,10 @@ def main() -> None:
             for name, rows in found.items():
                 rows.append(rate(node, name, arguments.clients, arguments.seconds))
         medians = {name: [statistics.median(each) for each in zip(*rows, strict=True)] for name, rows in found.items()}
+        status = node.status()["functions"]
         for name, (per_s, ms) in medians.items():
-            print(f"{name:8} {per_s:7.1f} requests/s, p50 {ms:6.1f} ms")
+            share = 100 * status[name]["service"]["in_time"]
+            print(f"{name:8} {per_s:7.1f} requests/s, p50 {ms:6.1f} ms, {share:5.1f}% within {arguments.deadline}")
         print(f"batched / alone: {medians['batched'][0] / medians['alone'][0]:.2f}")
 
 

@@ -170,8 +170,11 @@ def late_s(request: Request, llm: m.LlmSettings) -> float:
 
 def share_out(p: RouterState, function: ServedFunction) -> None:
     """Another instance serves. Of a language model's open requests, it gets its share of those that have no token yet,
-    the newest first.
+    the newest first; batches stay where they are.
     """
+    if function.spec.batch:
+        feed(p, function)
+        return
     serving = [each for each in map(p.instances.__getitem__, function.instances) if each.state.serves]
     share = -(-sum(len(each.open) for each in serving) // len(serving))
     for instance in serving:

@@ -136,6 +136,23 @@ def test_waiting_for_more_is_bounded_and_alone_nobody_waits(node: TestNode) -> N
         assert list(pool.map(lambda n: ask(node, n, name="patient").body, range(64))) == [4.0 * n for n in range(64)]
 
 
+def test_a_stateless_function_has_batches_in_several_instances() -> None:
+    """The second one answers what the first cannot, which waits at a gate."""
+    with running_node('[gpu]\ncount = 2\nmemory = "64MiB"\n') as node:
+        node.deployed("batched", FUNCTION, batch=2, stateless=True, deadline="1ms")
+        assert ask(node, 1).body == 4.0
+        gate = node.shared / "several"
+        with ThreadPoolExecutor(12) as pool:
+            first = pool.submit(ask, node, 0.0, "", str(gate))
+            node.wait(lambda: f"at {gate}" in node.log_of("batched"), 60, "the first to run")
+            others = [pool.submit(ask, node, float(n)) for n in range(1, 10)]
+            node.wait(lambda: sum(each.done() for each in others) >= 5, 60, "the second instance to answer")
+            assert not first.done()
+            gate.touch()
+            assert [each.result().body for each in others] == [4.0 * n for n in range(1, 10)]
+            assert first.result().body == 0.0
+
+
 def test_a_death_fails_its_batch_and_what_comes_next_is_answered(node: TestNode) -> None:
     answer = ask(node, 1, "die")
     assert (answer.status, answer.code) == (502, "sandbox_died")
@@ -154,7 +171,7 @@ def test_without_batches_they_come_one_by_one(node: TestNode) -> None:
     [
         ({"batch": 1000}, 400, "from 1 to 128"),
         ({"batch": 8, "concurrency": 8}, 400, "leave one of the two out"),
-        ({"batch": 8, "stateless": True}, 400, "leave one of the two out"),
+        ({"concurrency": 8, "stateless": True}, 400, "leave one of the two out"),
         ({"batch_wait": "5ms"}, 400, "--batch 8"),
         ({"batch": 8}, 422, "handle_batch(state, requests)"),
     ],

@@ -315,3 +315,19 @@ def test_a_stateless_function_that_changes_its_model_has_one_instance() -> None:
     rig.load("i4")
     rig.hear(m.Kept(name="f"))
     assert rig.policy.picture.functions["f"].writes == 0
+
+
+def test_one_of_batches_is_added_for_the_queue_behind_its_batches() -> None:
+    """It gets that queue; the first one keeps what it has."""
+    rig = Rig(spec(stateless=True, batch=2), gpus=2)
+    rig.load("i1")
+    rig.policy.picture.functions["f"].run_s = RUN_S
+    for number in range(1, 5):
+        assert one(rig.arrive(number), e.Handover).instance == "i1"
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    for number in range(5, 9):
+        assert said(rig.arrive(number), e.Start) == [], "its instance waits for a GPU"
+    assert one(grant(rig, acquire), e.Start).instance == "i2"
+    actions = rig.load("i2")
+    assert [(each.request, each.instance) for each in said(actions, e.Handover)] == [(n, "i2") for n in range(5, 9)]
+    assert said(actions, m.Abandon) == []
