@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, reclaim
-from dormouse.gpuserver.lease.state import SEATED, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.held import SEATED, HeldLease, LeaseState
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 

@@ -6,7 +6,8 @@ from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.state import SEATED, HeldLease, LeaseState, MachineState, Writing
+from dormouse.gpuserver.lease.held import SEATED, HeldLease, LeaseState, Writing
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

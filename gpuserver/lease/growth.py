@@ -4,7 +4,8 @@ from typing import Final
 
 from dormouse.gpuserver.lease import adapters, offload, preloads, reclaim, seats
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease.state import SEATED, TURN, HeldLease, LeaseState, MachineState, RuntimeBooks
+from dormouse.gpuserver.lease.held import SEATED, TURN, HeldLease, LeaseState, RuntimeBooks
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 MOST_EXTENTS: Final = 256

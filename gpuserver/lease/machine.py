@@ -19,7 +19,8 @@ from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, growth, preloads, reclaim, runtimes, seats, turns
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.held import TURN, AttachedInstance, HeldLease, LeaseState
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 

@@ -13,7 +13,8 @@ from typing import Final
 
 from dormouse.core.memory.bringing import spare
 from dormouse.gpuserver.lease import preloads, reclaim
-from dormouse.gpuserver.lease.state import HeldLease, MachineState, RuntimeBooks
+from dormouse.gpuserver.lease.held import HeldLease, RuntimeBooks
+from dormouse.gpuserver.lease.state import MachineState
 
 HALF_S: Final = 1.0
 """Growth so long ago counts half: a burst of prompts lasts that long, and what has grown before it says nothing."""

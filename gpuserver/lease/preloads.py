@@ -9,7 +9,8 @@ that needs room waits for that; one whose model is here does not.
 from dormouse.core.memory.bringing import bring, owner_of
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import TURN, HeldPreload, MachineState
+from dormouse.gpuserver.lease.held import TURN, HeldPreload
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 

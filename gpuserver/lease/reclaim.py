@@ -21,15 +21,8 @@ import msgspec
 from dormouse.core.memory.bringing import cheapest_per_byte
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
-from dormouse.gpuserver.lease.state import (
-    NO_IDLE_KV,
-    SEATED,
-    TURN,
-    HeldLease,
-    LeaseState,
-    MachineState,
-    RuntimeBooks,
-)
+from dormouse.gpuserver.lease.held import NO_IDLE_KV, SEATED, TURN, HeldLease, LeaseState, RuntimeBooks
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 HALF_S: Final = 60.0

@@ -20,15 +20,8 @@ from dormouse.core.pace import SHARED_S
 from dormouse.gpuserver.lease import adapters, endings, growth, preloads, reclaim, seats
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import (
-    SEATED,
-    TURN,
-    AttachedInstance,
-    HeldLease,
-    LeaseState,
-    MachineState,
-    RuntimeBooks,
-)
+from dormouse.gpuserver.lease.held import SEATED, TURN, AttachedInstance, HeldLease, LeaseState, RuntimeBooks
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 MOST_MEMBERS: Final = 500

@@ -7,7 +7,8 @@ from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
 from dormouse.gpuserver.lease import adapters, endings, preloads, reclaim
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import GOING, AttachedInstance, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.held import GOING, AttachedInstance, HeldLease, LeaseState
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 

@@ -7,7 +7,8 @@ from dormouse.core.memory.wake_plan import WakePlan
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, gate, preloads, runtimes, seats
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.held import TURN, AttachedInstance, HeldLease, LeaseState
+from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
 
 

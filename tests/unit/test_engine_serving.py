@@ -17,7 +17,7 @@ from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.executor.orders import Posted
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import FrameHeader, follows
-from dormouse.gpuserver.lease.state import LeaseState
+from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

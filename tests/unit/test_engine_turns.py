@@ -11,7 +11,7 @@ from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import LeaseState
+from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -26,8 +26,8 @@ from dormouse.gpuserver.executor import orders
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import FrameHeader, read_header
+from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

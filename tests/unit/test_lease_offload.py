@@ -5,8 +5,8 @@ from played_leases import GRANULE, Played
 
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import offload
+from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.gpuserver.lease.reclaim import REST_S
-from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, changed, checked

@@ -7,7 +7,7 @@ from played_leases import GRANULE, Played
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import LeaseState
+from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.schemas import messages as m
 
 RATES = e.WakeRates(1e9, 0.0)

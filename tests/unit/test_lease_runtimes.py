@@ -10,7 +10,7 @@ from played_leases import GRANULE, SEAT_IDLE_S, Played, kinds
 
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import runtimes
-from dormouse.gpuserver.lease.state import GOING, SEATED, TURN, LeaseState
+from dormouse.gpuserver.lease.held import GOING, SEATED, TURN, LeaseState
 from dormouse.schemas import messages as m
 
 
