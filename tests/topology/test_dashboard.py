@@ -170,6 +170,28 @@ def test_a_reader_that_hangs_costs_little_and_is_one_of_few(node: TestNode) -> N
     node.wait(lambda: node.status()["node"]["watchers"] == 0, 60, "the watchers to be gone")
 
 
+def test_a_scraper_that_hangs_costs_nobody_anything(node: TestNode) -> None:
+    """Eight of them, which ask again and again and read nothing, over sockets that hold little."""
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, 90.0, "the process that writes it")
+    before_nbytes = resident_nbytes(node)
+    hanging = [socket.socket() for _ in range(8)]
+    try:
+        for each in hanging:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            each.connect(("127.0.0.1", node.port))
+            each.sendall(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 400)
+        for number in range(20):
+            scraped = node.http("GET", "/metrics")
+            assert scraped.status == 200
+            assert "dormouse_process_up" in scraped.body
+            assert node.result("a", number) == 1 << 20
+        assert resident_nbytes(node) - before_nbytes < 32 << 20
+    finally:
+        for each in hanging:
+            each.close()
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, 90.0, "one that reads")
+
+
 def test_keys_and_tenants() -> None:
     """Where keys are needed, the page's files need none, and the stream shows the key's functions alone."""
     with running_node(GPU, node='tenants = "many"') as node:
