@@ -46,7 +46,12 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    console = Console()
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    narrow = sum(widths) + 2 * (len(widths) - 1) > console.width
+    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
+    for place, column in enumerate(columns, 1):
+        shown.add_column(column, no_wrap=place < len(columns))  # what is long is last: an error, a reason
     for line in cells:
         shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
-    Console().print(shown)
+    console.print(shown)

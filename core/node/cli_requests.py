@@ -47,7 +47,11 @@ def _past(row: dict[str, Any]) -> dict[str, Any]:
     times = {name: row[f"{name}_ms"] for name in ("queue", "wait", "run", "copy")}
     shown = {name: None if ms is None else f"{ms:.1f}" for name, ms in times.items()}
     late = " (late)" if row["late"] and row["outcome"] == "ok" else ""
-    return row | shown | {"at": when(row["at"]), "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
+    return (
+        row
+        | shown
+        | {"at": when(row["at"]), "id": row["id"] or None, "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
+    )
 
 
 @click.command()

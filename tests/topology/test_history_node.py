@@ -1,10 +1,12 @@
 """Earlier versions of a function on a real node: they are kept, deployed again, and go with their function."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.schemas.admin import Wish
@@ -140,3 +142,39 @@ def test_another_tenants_version_takes_over_no_past() -> None:
         node.wait(lambda: "asked new" in node.log_of("f"), 60, "its print")
         assert "old" not in node.log_of("f")
         assert [row["tenant"] for row in node.admin.versions("f")] == ["new", "old"]
+
+
+def test_of_two_deploys_of_one_name_at_once_the_second_is_refused(node: TestNode) -> None:
+    """While the first loads, and with the first's files and settings left as they are."""
+    gate = node.shared / "twice"
+    waits = f"""
+import pathlib, time
+def load():
+    while not pathlib.Path({str(gate)!r}).exists():
+        time.sleep(0.01)
+    return open("part").read()
+def handle(part, request):
+    return part
+"""
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(node.admin.deploy, "twice", _folder(node, "first", waits), {})
+        try:
+            node.wait((node.state / "logs" / "fn-twice.log").exists, 60, "the first one to load")
+            with pytest.raises(CallRefused) as caught:
+                node.admin.deploy("twice", _folder(node, "second", waits), {"deadline": "9s"})
+        finally:
+            gate.touch()
+        assert (caught.value.code, caught.value.status) == ("change_in_progress", 409)
+        assert "wait until that has ended" in str(caught.value)
+        assert first.result()["version"] == 1
+    assert node.result("twice", 1) == "first"
+    assert node.admin.deploy("twice", _folder(node, "second", waits), {})["version"] == 2
+    assert node.result("twice", 1) == "second"
+
+
+def _folder(node: TestNode, part: str, source: str) -> FunctionFolder:
+    """Two people's folders of the same function."""
+    own = node.folder(f"twice-{part}")
+    (own / "twice.py").write_text(source)
+    (own / "part").write_text(part)
+    return FunctionFolder(own, "twice.py", False)

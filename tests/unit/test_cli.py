@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -28,7 +29,8 @@ from dormouse.core.config import NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import adminclient, cli, cli_frame, cli_functions, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
-from dormouse.core.output import size
+from dormouse.core.node.statusview import OVERVIEW
+from dormouse.core.output import size, table
 from dormouse.core.paths import StatePaths
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import TokenStats
@@ -922,3 +924,28 @@ def test_tenants_are_shown_with_what_they_may_have(dormouse: Any, monkeypatch: p
     assert "shop\t2\t3.0\tyes\t-\t-\t5.0" in said
     assert "free\t1" not in said
     assert "[tenants.shpo] of the node file: no function is of this tenant (there are: shop, free)" in said
+
+
+def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `dormouse status` has it at a width of 80: no header is cut, and no value is on two lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    row = {
+        "p50": "8.8 ms",
+        "p99": "677.6 ms",
+        "in time": "94.3%",
+        "state": "idle",
+        "function": "mood",
+        "on GPUs": "0, 1",
+    }
+    table([row | {"running": 0, "queued": 0, "requests": 53, "errors": 1}], OVERVIEW)
+    head, line = (re.sub(r"\x1b\[[0-9;]*m", "", each).rstrip() for each in capsys.readouterr().out.splitlines())
+    assert head.split() == " ".join(OVERVIEW).split()
+    assert line.split() == ["mood", "idle", "0", "0", "53", "1", "94.3%", "8.8", "ms", "677.6", "ms", "0,", "1"]
+
+
+def test_a_deploy_without_a_name_says_how_it_is_written(dormouse: Any, tmp_path: Path) -> None:
+    (tmp_path / "mood.py").touch()
+    said = dormouse("deploy", str(tmp_path / "mood.py"))
+    assert said.status == 2
+    assert f"dormouse deploy mood {tmp_path}/mood.py" in said.err
