@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 
 from dormouse.core.node.testing import running_node
-from dormouse.router.front.connection import Bounds, HttpConnection
+from dormouse.router.front.connection import Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import Cycle
 from dormouse.router.front.exchange import raw_error
 
@@ -45,7 +45,7 @@ async def discard(cycle: Cycle) -> None:
 
 
 def serve_discarding(fd: int) -> None:
-    bounds = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=30, render=raw_error)
+    bounds = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=30, onward=Onward(), render=raw_error)
     protocol: Any = partial(HttpConnection, bounds)
     application: Any = discard
     off: Any = {"ws": "none", "lifespan": "off", "proxy_headers": False, "access_log": False, "log_level": "error"}

@@ -19,6 +19,7 @@ from dormouse.core import log
 from dormouse.core.config import NodeConfig
 from dormouse.core.links.zmq_link import ZmqLink, close_context
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.standby import await_turn
 from dormouse.core.startup import die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
@@ -63,6 +64,9 @@ class Actor:
     def blamed(self, blame: m.Blame) -> None:
         """An executor has died of an instance's commands. Only the router is told."""
 
+    def leave(self, within_s: float) -> None:
+        """A successor takes over. Only the router is told."""
+
     async def stop(self) -> None:
         """Close everything; called once, whatever the reason."""
 
@@ -92,6 +96,8 @@ class Actor:
                 self.peers_changed(before)
             case m.Blame():
                 self.blamed(message)
+            case m.Leave():
+                self.leave(message.within_ms / 1000)
             case m.Shutdown():
                 self.orderly = True
                 self.request_stop()
@@ -145,6 +151,7 @@ class Actor:
 def run_actor(kind: type[Actor]) -> None:
     """``main`` of an actor's module: never returns; the exit status is 0 only after an orderly stop."""
     arguments = parse_arguments()
+    await_turn()
     config = read_node_config(arguments.run)
     die_with_parent(kind.parent_death_signal)
     log.configure(arguments.role, StatePaths(config.state_directory).role_log(arguments.role))

@@ -234,6 +234,7 @@ class StartSection(_Section, frozen=True, kw_only=True):
     cuda: bool = False  # executors drive GPUs, and may pin what the store keeps
     pages: bool = False  # language models are deployed: a pool that is "auto" is one of pages
     worlds: tuple[World, ...] = ()  # beside that of functions
+    generation: int = 0  # how often `dormouse up --replace` has been done to the node
 
 
 DEFAULT_POOL: Final = "regions"

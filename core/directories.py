@@ -151,6 +151,10 @@ class RunDirectory:
         self.path = path
         self._fd = fd
 
+    @property
+    def fd(self) -> int:
+        return self._fd
+
     @classmethod
     def claim(cls, path: Path) -> Self:
         """Make, lock and mark it. Raises ConfigError, and then has changed nothing that was there."""

@@ -41,8 +41,74 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return sock
 
 
+def expect_same_address(sock: socket.socket, host: str, port: int) -> None:
+    """Whether the node that has this socket may be replaced by one with this address. Raises ConfigError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    found = sock.getsockname()
+    if sock.family != family or found[0] != address[0] or port not in (0, found[1]):
+        raise ConfigError(
+            f"the running node listens on {found[0]} port {found[1]}, this one is to listen on {host} port {port}: "
+            "`dormouse down` and `up` change that, `--replace` does not"
+        )
+
+
+HEIR_FD: Final = "DORMOUSE_HEIR_FD"
+"""Where a router, or a store, leaves what its successor of a newer version is given; in its environment."""
+
+LEGACY_FD: Final = "DORMOUSE_LEGACY_FD"
+"""Where such a successor finds that."""
+
+MOST_FDS: Final = 200
+"""In one packet; the kernel takes 253."""
+
+
 def inherited() -> socket.socket:
     """The supervisor's socket, in a router."""
-    fd = int(os.environ[LISTEN_FD])
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
+    found = inherited_at(LISTEN_FD)
+    assert found is not None
+    return found
+
+
+def inherited_at(name: str) -> socket.socket | None:
+    """The socket whose number the environment has under this name, if any."""
+    fd = os.environ.pop(name, "")
+    if not fd:
+        return None
+    os.set_inheritable(int(fd), False)
+    return socket.socket(fileno=int(fd))
+
+
+class HandedSockets:
+    """Open connections that go over to a successor, which has nothing of them but their sockets. ``end``: of a pair."""
+
+    def __init__(self, end: socket.socket | None) -> None:
+        self._end = end
+        if end is not None:
+            end.setblocking(False)
+
+    def give(self, fds: list[int]) -> bool:
+        """So many at once; they are the successor's then, and ours stay open. False if there is no room."""
+        if self._end is None:
+            return False
+        try:
+            socket.send_fds(self._end, [b"c"], fds)
+        except OSError:
+            return False
+        return True
+
+    def take(self) -> list[int]:
+        """Those that a predecessor has given, in the order in which it did."""
+        found: list[int] = []
+        while self._end is not None:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._end, 16, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                return found
+            if not data:
+                return found
+            found += fds
+        return found
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end.close()

@@ -62,6 +62,16 @@ def expect_not_newer(state: StatePaths, migrations: Sequence[Migration] = MIGRAT
     return found
 
 
+def expect_this_version(state: StatePaths) -> None:
+    """For a node that takes over from one that runs, and might have to go on. Raises ConfigError."""
+    found = expect_not_newer(state)
+    if found is None or found.version != len(MIGRATIONS):
+        raise ConfigError(
+            f"state directory {state.state} is of an older version, and has to be brought to this one's while no node "
+            "runs: `dormouse down`, and then `up`"
+        )
+
+
 def migrate(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> None:
     """Bring the directory to this Dormouse's version; the caller has its lock. Raises ConfigError if a newer one has
     been here, or a step fails; then no node may use it.

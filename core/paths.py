@@ -31,7 +31,7 @@ _ROLE: Final = r"(supervisor|router|controller|store|metrics|traces|gpu[0-9]+)"
 _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"node\.json|supervisor\.pid|version|attach|drained|ready|ready\.new|switch[0-9]+"
+        r"(node|next)\.(json|new)|replace~?|supervisor\.pid|version|attach|drained|ready|ready\.new|switch[0-9]+"
         rf"|warming(-{_WORLD})?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
@@ -81,6 +81,8 @@ class RunPaths:
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
         self.version = self.trusted / "version"
+        self.next_json = self.trusted / "next.json"  # the same of a node that is to take over
+        self.replace = str(self.trusted / "replace")  # where the supervisor is told to go over to one
         self.drained = self.trusted / "drained"  # is there while no new requests are taken
         self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
@@ -103,9 +105,12 @@ class RunPaths:
         """The file that says how far a zygote's imports have come."""
         return self.trusted / f"warming{role.removeprefix(ZYGOTE).replace('.', '-')}"
 
-    def groups(self, role: str) -> str:
-        """The name of a zygote's control groups. Each zygote has groups of its own, and empties them when it starts."""
-        return str(self.run if role == ZYGOTE else self.run / role)
+    def groups(self, role: str, generation: int = 0) -> str:
+        """The name of a zygote's control groups. Each zygote has groups of its own, and empties them when it starts:
+        those of a node that takes over (of an odd generation, say) are others than those of the node that runs.
+        """
+        own = self.run if role == ZYGOTE else self.run / role
+        return f"{own}+" if generation % 2 else str(own)
 
     def instance(self, instance: str) -> str:
         return str(self.instances / instance)

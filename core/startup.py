@@ -10,6 +10,7 @@ import msgspec
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.paths import RunPaths
+from dormouse.core.standby import stands_by
 
 END_INSTANCES: Final = signal.SIGHUP
 """Tells a zygote, which has no link, to end all instances and to be ready for another router."""
@@ -37,9 +38,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def keep_node_config(config: NodeConfig) -> None:
-    """Keep the configuration for every process that starts from now on."""
-    path = RunPaths(config.run_directory).node_json
+def keep_node_config(config: NodeConfig, *, next_: bool = False) -> None:
+    """Keep the configuration for every process that starts from now on; ``next_``: of a node that takes over from one
+    that still runs, for processes that stand by.
+    """
+    paths = RunPaths(config.run_directory)
+    path = paths.next_json if next_ else paths.node_json
     early = path.with_suffix(".new")
     early.write_bytes(msgspec.json.encode(config))
     early.rename(path)
@@ -47,4 +51,6 @@ def keep_node_config(config: NodeConfig) -> None:
 
 def read_node_config(run: str) -> NodeConfig:
     """What :func:`keep_node_config` kept last."""
-    return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
+    paths = RunPaths(run)
+    path = paths.next_json if stands_by() else paths.node_json
+    return msgspec.json.decode(path.read_bytes(), type=NodeConfig)

@@ -4,6 +4,7 @@ and the instances.
 Makes all that the router consists of. It does not decide anything about a request.
 """
 
+import asyncio
 import os
 import signal
 import time
@@ -45,7 +46,7 @@ from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.http import Application
 from dormouse.router.front.requests import Requests
-from dormouse.router.front.server import HttpServer
+from dormouse.router.front.server import LEAVE_LOOK_S, HttpServer
 from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.plain import PlainZygote
@@ -166,6 +167,22 @@ class Router(Actor):
         if self._controller is not None:
             self._controller.close()
         self._logs.close()
+
+    def leave(self, within_s: float) -> None:
+        self.spawn(self._leave(within_s))
+
+    async def _leave(self, within_s: float) -> None:
+        """All that was asked here is answered, as far as that does not take too long."""
+        assert self._http is not None, "nobody is told before the start"
+        self._jobs.pause()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._http.leave()
+                while self.requests.left:  # noqa: ASYNC110  # jobs, and what is asked at the node
+                    await asyncio.sleep(LEAVE_LOOK_S)
+        except TimeoutError:
+            self.log.warning("requests_left_behind", requests=self.requests.left)
+        self.supervisor.send(m.Left())
 
     def dispatch(self, event: e.Event) -> None:
         self._shell.dispatch(event)

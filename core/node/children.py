@@ -6,14 +6,17 @@ Owns the process, its link (or, for a zygote, its pipe) and the time of its last
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from dormouse.core import openmp
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.node import procfs
+from dormouse.core.standby import NEXT, STANDBY_FD, TURN
 from dormouse.core.startup import END_INSTANCES
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
@@ -41,6 +44,7 @@ def kind(role: str) -> str:
 class RunningRole:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
     ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
+    ``stands_by``: of a node that is not there yet: it imports all, and begins with :meth:`begin`; a zygote is ready.
     Raises ProcessFailed if its interpreter cannot be started.
     """
 
@@ -55,6 +59,7 @@ class RunningRole:
         threads: int,
         stderr: Path,
         inherits: Mapping[str, int],
+        stands_by: bool = False,
         on_message: Callable[["RunningRole", m.ToSupervisor], None],
         on_exit: Callable[["RunningRole", int], None],
     ) -> None:
@@ -76,6 +81,10 @@ class RunningRole:
         environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
         environment |= {name: str(fd) for name, fd in inherits.items()}
         ready_fds: tuple[int, ...] = ()
+        self.imported = not stands_by
+        self._turn: socket.socket | None = None  # while it stands by
+        if stands_by:
+            environment[NEXT] = "1"
         if kind(role) == "zygote":
             self._pipe, theirs = os.pipe()
             os.set_blocking(self._pipe, False)
@@ -86,6 +95,12 @@ class RunningRole:
             self._link = ZmqLink(
                 link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
             )
+            if stands_by:
+                self._turn, its = socket.socketpair()
+                ready_fds = (its.detach(),)
+                environment[STANDBY_FD] = str(ready_fds[0])
+                self._turn.setblocking(False)
+                self._loop.add_reader(self._turn.fileno(), self._has_imported)
         if kind(role) == "gpu":
             environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
             environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -129,6 +144,31 @@ class RunningRole:
                 self.kill()
         elif isinstance(message, m.Shutdown):
             self.signal(signal.SIGTERM)
+
+    def _has_imported(self) -> None:
+        assert self._turn is not None
+        self._loop.remove_reader(self._turn.fileno())
+        if self._turn.recv(1):  # else it has ended, which its sentinel says
+            self.imported = True
+            self._heard(m.Heartbeat())
+
+    def begin(self) -> None:
+        """Its node is there."""
+        self.seen_s = self._loop.time()
+        if self._turn is not None:
+            with suppress(OSError):
+                self._turn.sendall(TURN)
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._loop.remove_reader(self._turn.fileno())
+            self._turn.close()
+            self._turn = None
+
+    @property
+    def stands_by(self) -> bool:
+        return self._turn is not None
 
     def signal(self, number: int) -> None:
         if self._pidfd >= 0:
@@ -185,6 +225,7 @@ class RunningRole:
             return
         if b"ready" in data:
             self.ending_instances = False
+            self.imported = True
             self._heard(m.Ready())
         else:
             self._heard(m.Heartbeat())
@@ -199,6 +240,7 @@ class RunningRole:
 
     def _close(self) -> None:
         """Our ends of what it says."""
+        self._end_turn()
         if self._pipe >= 0:
             self._loop.remove_reader(self._pipe)
             os.close(self._pipe)

@@ -19,18 +19,36 @@ from dormouse.schemas.errors import ConfigError, DormouseError
 @click.option("--detach/--foreground", default=True, help="Leave it running in the background (default), or stay.")
 @click.option("--without", multiple=True, metavar="NAME", help="Do not start this function (may be repeated).")
 @click.option("--forget-models", is_flag=True, help="Begin without the stored models: functions load theirs afresh.")
+@click.option("--replace", is_flag=True, help="Take over from the running node, without losing a request.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --replace: how long requests that run may take to end.",
+)
 @as_json
 @pass_context
 def up(
-    context: CommandContext, file: str | None, detach: bool, without: tuple[str, ...], forget_models: bool, json_: bool
+    context: CommandContext,
+    file: str | None,
+    detach: bool,
+    without: tuple[str, ...],
+    forget_models: bool,
+    replace: bool,
+    wait: float,
+    json_: bool,
 ) -> None:
     """Start a node and wait until it is ready.
 
-    `dormouse restart NAME` starts a function that was left out.
+    `dormouse restart NAME` starts a function that was left out. With --replace, this version and this node file take
+    the place of the node that runs: requests that come meanwhile wait, and are answered. If the new one does not
+    start, the old one goes on.
     """
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
-    from dormouse.core.node.adminclient import AdminClient
+    from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
     from dormouse.core.problems import strangers
 
     config = nodeprocess.config_of(file, context.node)
@@ -42,16 +60,21 @@ def up(
     options = [word for name in without for word in ("--without", name)]
     if forget_models:
         options.append("--forget-models")
+    if replace and (forget_models or not detach):
+        raise click.UsageError("--replace goes neither with --forget-models nor with --foreground")
     if not detach:
         nodeprocess.foreground(file, context.node, options)
     try:
-        ready = nodeprocess.start(file, context.node, options)
+        if replace:
+            ready = nodeprocess.replace(file, context.node, options, wait, lambda text: click.echo(text, err=True))
+        else:
+            ready = nodeprocess.start(file, context.node, options)
     except DormouseError as error:
-        if "--forget-models" not in str(error) or not sys.stdin.isatty():
+        if replace or "--forget-models" not in str(error) or not sys.stdin.isatty():
             raise
         click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
         ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
-    status_ = AdminClient(config.run_directory).status()
+    status_ = AdminClient(config.run_directory, PATIENCE_S).status()
     node = status_["node"]
     builds = torchbuild.builds(config)
     if json_:

@@ -10,17 +10,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import procfs
 from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
-from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed, Unsafe
+from dormouse.schemas import succession as s
+from dormouse.schemas.errors import (
+    ConfigError,
+    DormouseError,
+    PeerLost,
+    ProcessFailed,
+    RemoteProtocolError,
+    Unsafe,
+)
 
 START_S: Final = 180.0
 """A first import of torch from a cold disk, in the zygote and in every executor, takes tens of seconds."""
@@ -93,6 +102,47 @@ def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> di
         raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
     with _node_file(file, node) as path:
         return _launch(config, path, errors, options)
+
+
+def replace(
+    file: str | None, node: str | None, options: Sequence[str], wait_s: float, told: Callable[[str], None]
+) -> dict[str, Any]:
+    """Have the running node go over to this version and node file; what its ready file says then. Requests that run
+    there have ``wait_s`` to end. ``told`` hears how far it has come. Raises ConfigError, ProcessFailed: it runs on.
+    """
+    config = config_of(file, node)
+    paths = RunPaths(config.run_directory)
+    if running_pid(paths.run) is None:
+        raise ProcessFailed(f"no node {config.node.name!r} runs that could be replaced; start it without --replace")
+    with _node_file(file, node) as path:
+        command = [sys.executable, "-P", "-m", SUPERVISOR, *([os.path.abspath(path)] if path else []), *options]
+        try:
+            said = _asked(paths.replace, s.Replace(command=command, wait_s=wait_s), told)
+        except (PeerLost, RemoteProtocolError) as error:
+            raise ProcessFailed(
+                f"the running node cannot be asked to go over ({error}); is it of a version that could? "
+                "`dormouse down`, and then `up`"
+            ) from error
+    if isinstance(said, s.NotReplaced):
+        kind = {2: ConfigError, 5: Unsafe}.get(said.status, ProcessFailed)
+        raise kind(f"the running node goes on, and was not replaced: {said.text}")
+    ready: dict[str, Any] = json.loads((paths.trusted / "ready").read_bytes())
+    return ready
+
+
+def _asked(path: str, replace: s.Replace, told: Callable[[str], None]) -> s.Replaced | s.NotReplaced:
+    """What comes of it. Raises PeerLost, RemoteProtocolError."""
+    asker: PacketSocket[s.SaidToAsker, s.Replace] = PacketSocket.connect(path, s.SaidToAsker)
+    try:
+        asker.sock.settimeout(None)
+        asker.send(replace)
+        while (packet := asker.recv()) is not None:
+            if not isinstance(said := packet[0], s.Going):
+                return said
+            told(said.text)
+    finally:
+        asker.close()
+    raise PeerLost("it hung up")
 
 
 def _launch(config: NodeConfig, file: str | None, errors: Any, options: Sequence[str]) -> dict[str, Any]:

@@ -36,6 +36,16 @@ class ServiceManager:
         if self.watched:
             self._say("WATCHDOG=1")
 
+    def main_is(self, pid: int) -> None:
+        """The unit's main process is another one from now on, which says the rest."""
+        self._say(f"MAINPID={pid}")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By which another process says this in our place."""
+        found = {} if self._socket is None else {"NOTIFY_SOCKET": self._address.replace("\0", "@", 1)}
+        return found | ({"WATCHDOG_USEC": "1"} if self.watched else {})
+
     def stopping(self) -> None:
         self._say("STOPPING=1")
 

@@ -26,11 +26,14 @@ from dormouse.core.directories import RunDirectory, expect_apart, lock, open_dir
 from dormouse.core.evidence import EVIDENCE_FD, EvidencePages
 from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
-from dormouse.core.listening import LISTEN_FD, bind_tcp
-from dormouse.core.migrations import migrate
+from dormouse.core.listening import HEIR_FD, LEGACY_FD, LISTEN_FD, bind_tcp, expect_same_address
+from dormouse.core.migrations import expect_this_version, migrate
 from dormouse.core.node.children import RunningRole, kind
+from dormouse.core.node.heir import Heirs
 from dormouse.core.node.notify import ServiceManager
+from dormouse.core.node.predecessor import Predecessor
 from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
+from dormouse.core.node.succession import ChildLost, RouterLeft, Stopped
 from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
@@ -38,7 +41,8 @@ from dormouse.core.sandbox.world import ZYGOTE, dormant_worlds, worlds
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
+from dormouse.schemas import succession as s
+from dormouse.schemas.errors import ConfigError, PeerLost, ProcessFailed, Unsafe
 
 SILENCE_S: Final = 30.0
 """Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
@@ -51,6 +55,7 @@ STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 END_S: Final = 10.0  # for a zygote to end its instances: milliseconds, but for a machine with much else to do
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
+EPOCHS_APART: Final = 10  # of a node and its successor: more than processes are started before that is decided
 ALONE: Final = ("gpu", "zygote", "metrics", "traces")
 ON_DEMAND: Final = ("metrics", "traces")
 """Started when they are first wanted."""
@@ -60,9 +65,19 @@ class Supervisor:
     """State of a node's processes, by role."""
 
     def __init__(
-        self, config: NodeConfig, directory: RunDirectory, listening: socket.socket, service: ServiceManager
+        self,
+        config: NodeConfig,
+        directory: RunDirectory,
+        listening: socket.socket,
+        service: ServiceManager,
+        state_fd: int,
+        predecessor: Predecessor | None = None,
     ) -> None:
         self.config = config
+        self.state_fd = state_fd
+        self._predecessor = predecessor  # until all processes are up
+        self._said_ready = False  # to it
+        self.owns = predecessor is None  # the run directory
         self.service = service
         self.directory = directory
         self.listening = listening
@@ -72,7 +87,10 @@ class Supervisor:
         self.worlds = worlds(config) | self.dormant
         self.roles = ["store", "controller", "router", *worlds(config), *(f"gpu{k}" for k in range(config.gpu_count))]
         self.children: dict[str, RunningRole] = {}
-        self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
+        before = {} if predecessor is None else predecessor.estate.epochs
+        self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0) | before
+        self._theirs: dict[str, list[socket.socket]] = {}  # what processes have inherited of such
+        self._heir_ends: dict[str, socket.socket] = {}  # by role: where a successor finds what it has left
         self.loop = asyncio.get_running_loop()
         self.log = log.get_logger()
         self._down: dict[str, str] = {}  # why roles could not start, until they are ready
@@ -85,11 +103,17 @@ class Supervisor:
         self._restarting_all = False
         self._ended = asyncio.Event()  # a process has
         self._outcome: asyncio.Future[None] = self.loop.create_future()
+        self._heirs: Heirs | None = None
+        self._ending: asyncio.Task[None] | None = None  # all but zygotes, for a successor
 
     async def run(self) -> None:
         """Live until SIGTERM or SIGINT, or until the node cannot go on. Raises ProcessFailed with the reason."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._finish)
+        if self._predecessor is None:
+            self._take_charge()
+        else:
+            self._predecessor.serve(self._has_it, self._predecessor_left)
         for role in self.roles:
             self._start(role)
         watch = self.loop.call_later(1.0, self._watch)
@@ -98,6 +122,88 @@ class Supervisor:
         finally:
             watch.cancel()
             await self._stop()
+
+    def _take_charge(self) -> None:
+        """The run directory is ours. Raises OSError."""
+        self.paths.version.write_text(this_version())
+        self.paths.pid.write_text(str(os.getpid()))
+        keep_node_config(self.config)
+        if self._heirs is None:
+            errors = self.state.logs / "supervisor.err"
+            self._heirs = Heirs(self, self.paths.replace, self.service.environment, errors)
+
+    # --- a node that takes over from another
+
+    def _begin_if_all_have_imported(self) -> None:
+        children = [self.children.get(role) for role in self.roles]
+        if not self._said_ready and all(child is not None and child.imported for child in children):
+            self._said_ready = True
+            assert self._predecessor is not None
+            self._predecessor.say(s.HeirReady())
+
+    def _has_it(self) -> None:
+        """Nothing of the old node runs any more but zygotes."""
+        try:
+            self.directory.make()
+            self._take_charge()
+        except (ConfigError, OSError, PeerLost) as error:
+            self._fail(f"run directory {self.paths.run} cannot be taken over: {error}")
+            return
+        for child in self.children.values():
+            child.begin()
+
+    def _predecessor_left(self) -> None:
+        predecessor, self._predecessor = self._predecessor, None
+        if predecessor is not None and not predecessor.owned:
+            self._fail("the node that was to be replaced has ended, or does not go over")
+        elif self._was_ready:
+            self._tell_peers()  # a service manager listens to its main process alone, which is this one now
+
+    # --- a node from which another takes over
+
+    def have_router_leave(self, wait_s: float) -> None:
+        if (router := self.children.get("router")) is not None:
+            router.send(m.Leave(within_ms=int(wait_s * 1000)))
+
+    def stop_for_heir(self) -> None:
+        self._ending = self.loop.create_task(self._stop_for_heir())
+
+    async def _stop_for_heir(self) -> None:
+        await self._end_all({"router"} & self.children.keys())
+        for role in self.worlds.keys() & self.children.keys():
+            self.children[role].end_instances(within_s=END_S)
+        await self._end_all(self.children.keys() - self.worlds.keys())
+        assert self._heirs is not None
+        self._heirs.handle(Stopped())
+
+    def estate(self) -> tuple[s.Estate, list[int]]:
+        """Ours from now on are later epochs, should it come to nothing."""
+        estate = s.Estate(
+            run=str(self.paths.run),
+            state=str(self.state.state),
+            epochs=dict(self.epochs),
+            generation=self.config.start.generation,
+        )
+        self.epochs = {role: epoch + EPOCHS_APART for role, epoch in self.epochs.items()}
+        given = (self._heir_ends["router"], self._heir_ends["store"])
+        return estate, [self.listening.fileno(), self.directory.fd, self.state_fd, *(end.fileno() for end in given)]
+
+    def serve_on(self, anew: bool) -> None:
+        if not anew or self._stopping:
+            return
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        self._take_charge()
+        self._restart_all("its successor did not start")
+        self._go_on()
+
+    def retire(self, heir_pid: int) -> None:
+        self.owns = False
+        self.service.main_is(heir_pid)
+        self._finish()
+
+    # --- processes
 
     def _start(self, role: str) -> None:
         epoch = self.epochs[role] = self.epochs[role] + 1
@@ -111,6 +217,7 @@ class Supervisor:
                 threads=self.config.gpu_threads,
                 stderr=self.state.logs / f"{role}.err",
                 inherits=self._inherits(role),
+                stands_by=self._predecessor is not None and not self._predecessor.owned,
                 on_message=self._heard,
                 on_exit=self._exited,
             )
@@ -129,13 +236,27 @@ class Supervisor:
                 self._start(role)  # else when the one that was dismissed has ended
 
     def _inherits(self, role: str) -> dict[str, int]:
-        if role == "router":
-            return {LISTEN_FD: self.listening.fileno()}
+        if role in ("router", "store"):
+            found = self._heir_end(role)
+            return found | ({LISTEN_FD: self.listening.fileno()} if role == "router" else {})
         if kind(role) == "gpu":
             return {EVIDENCE_FD: self._evidence.renew(role)}
         return {}
 
+    def _heir_end(self, role: str) -> dict[str, int]:
+        """Where this one leaves what a successor is given, and what its own predecessor has left."""
+        for old in self._theirs.pop(role, ()):
+            old.close()
+        legacy = self._heir_ends.pop(role, None)  # for a successor that has not come
+        if self._predecessor is not None and (given := self._predecessor.given.pop(role, None)) is not None:
+            legacy = socket.socket(fileno=given)
+        self._heir_ends[role], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._theirs[role] = [theirs] if legacy is None else [theirs, legacy]
+        return {HEIR_FD: theirs.fileno()} | ({} if legacy is None else {LEGACY_FD: legacy.fileno()})
+
     def _heard(self, child: RunningRole, message: m.ToSupervisor) -> None:
+        if self._predecessor is not None and not self._predecessor.owned:
+            self._begin_if_all_have_imported()
         match message:
             case m.Ready():
                 child.ready = True
@@ -162,6 +283,9 @@ class Supervisor:
                     self.roles.remove(role)
                     dismissed.dismissed = True
                     dismissed.send(m.Shutdown())
+            case m.Left():
+                if self._heirs is not None:
+                    self._heirs.handle(RouterLeft())
             case m.Heartbeat():
                 pass
 
@@ -170,7 +294,7 @@ class Supervisor:
         for child in self.children.values():
             child.send(m.Peers(up=up, down=self._down))
         if all(role in up or role in self._down for role in self.roles) and not self._stopping:
-            self._was_ready = True
+            self._was_ready = self.owns = True
             ready = {
                 "pid": os.getpid(),
                 "host": self.config.node.host,
@@ -184,12 +308,14 @@ class Supervisor:
             temporary.rename(self.paths.trusted / "ready")
             down = [f"{role} is down: {why}" for role, why in self._down.items()]
             self.service.ready("; ".join(down) or f"all processes are up, port {ready['port']}")
+            if self._predecessor is not None:
+                self._predecessor.say(s.HeirServes())
 
     def _exited(self, child: RunningRole, status: int) -> None:
         if self.children.get(child.role) is child:
             del self.children[child.role]
         self._ended.set()
-        if self._stopping:
+        if self._stopping or (self._heirs is not None and self._heirs.ends_children):
             return
         if child.dismissed:
             self.log.info("process_dismissed", child=child.role, epoch=child.epoch)
@@ -207,6 +333,11 @@ class Supervisor:
 
     def _lost(self, role: str, why: str, *, ready: bool, blamed: bool) -> None:
         """A process has ended, or could not be started: what becomes of it, and of the node?"""
+        if self._predecessor is not None and not self._predecessor.owned:
+            self._fail(f"{role} did not start: {why}")
+            return
+        if self._heirs is not None and kind(role) not in ALONE:
+            self._heirs.handle(ChildLost(role))
         if not ready and not blamed:
             self._restarts.failed(role)
             self._down[role] = why
@@ -318,7 +449,15 @@ class Supervisor:
         still live, and takes no end of theirs for a fault.
         """
         self._stopping = True
-        self.service.stopping()
+        if self._heirs is not None:
+            self._heirs.close()
+        if self._ending is not None:
+            self._ending.cancel()
+        if self.owns:
+            self.service.stopping()
+        for child in self.children.values():
+            if child.stands_by or not self.owns:
+                child.kill()
         await self._end_all({"router"} & self.children.keys())
         await self._end_all(set(self.children))
 
@@ -348,24 +487,60 @@ async def serve(config: NodeConfig, service: ServiceManager | None = None) -> No
     assert state_fd is not None
     try:
         directory = RunDirectory.claim(paths.run)
+        supervisor = None
         try:
             lock(state_fd, state.state, "state directory")
             migrate(state)
             directory.empty()
             directory.make()
             state.make()
-            paths.version.write_text(this_version())
-            paths.pid.write_text(str(os.getpid()))
-            start = msgspec.structs.replace(config.start, pages=state.language_models.exists())
-            config = msgspec.structs.replace(config, start=start)
-            keep_node_config(config)
+            config = _of_this_start(config, state, 0)
             log.configure("supervisor", state.role_log("supervisor"))
             with bind_tcp(config.node.host, config.node.port) as listening:
-                await Supervisor(config, directory, listening, service).run()
+                supervisor = Supervisor(config, directory, listening, service, state_fd)
+                await supervisor.run()
         finally:
-            directory.remove()
+            if supervisor is None or supervisor.owns:
+                directory.remove()
             directory.close()
     finally:
+        os.close(state_fd)
+
+
+def _of_this_start(config: NodeConfig, state: StatePaths, generation: int) -> NodeConfig:
+    pages = state.language_models.exists()
+    start = msgspec.structs.replace(config.start, pages=pages, generation=generation)
+    return msgspec.structs.replace(config, start=start)
+
+
+async def succeed(config: NodeConfig, service: ServiceManager, fd: int) -> None:
+    """Take over from the node at the other end of ``fd``, and run. Raises ConfigError, ProcessFailed; then that goes
+    on.
+    """
+    paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
+    predecessor = Predecessor.meet(fd)
+    given, estate = predecessor.given, predecessor.estate
+    directory, state_fd = RunDirectory(paths.run, given.pop("run")), given.pop("state")
+    supervisor = None
+    try:
+        with socket.socket(fileno=given.pop("listening")) as listening:
+            if (estate.run, estate.state) != (str(paths.run), str(state.state)):
+                raise ConfigError(
+                    f"the running node has the directories {estate.run} and {estate.state}, this one {paths.run} and "
+                    f"{state.state}: one that replaces it has the same ([node] run and state)"
+                )
+            expect_same_address(listening, config.node.host, config.node.port)
+            expect_this_version(state)
+            config = _of_this_start(config, state, estate.generation + 1)
+            keep_node_config(config, next_=True)
+            log.configure("supervisor", state.role_log("supervisor"))
+            supervisor = Supervisor(config, directory, listening, service, state_fd, predecessor)
+            await supervisor.run()
+    finally:
+        if supervisor is not None and supervisor.owns:
+            directory.remove()
+        predecessor.close()
+        directory.close()
         os.close(state_fd)
 
 
@@ -375,6 +550,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", nargs="?")
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--forget-models", action="store_true")
+    parser.add_argument("--succeed", type=int, metavar="FD")
     arguments = parser.parse_args(argv)
     service = ServiceManager.take()
     try:
@@ -382,7 +558,7 @@ def main(argv: list[str] | None = None) -> int:
         start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
         config = counted(msgspec.structs.replace(config, start=start))
         exposure.check(config)
-        uvloop.run(serve(config, service))
+        uvloop.run(serve(config, service) if arguments.succeed is None else succeed(config, service, arguments.succeed))
         return 0
     except ConfigError as error:
         sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")

@@ -4,6 +4,7 @@ Nothing is faked: processes, sockets and shared memory are those of `dormouse up
 """
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node import procfs
+from dormouse.core.node import nodeprocess, procfs
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
@@ -30,6 +31,8 @@ START_S: Final = 180.0
 STOP_S: Final = 90.0
 
 FAILED_NBYTES: Final = 20_000  # of each log, when what a test did with a node has failed
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
 
 KEPT: Final = "DORMOUSE_TEST_LOGS"  # a folder in which all logs of each node are kept, by the name of its own
 
@@ -50,6 +53,47 @@ class HttpAnswer:
     @property
     def message(self) -> str:
         return str(self.body["error"]["message"]) if self.code else ""
+
+
+class OrphanProcess:
+    """A process that another one has started and left to us, with what is needed of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    @staticmethod
+    def adopt_all() -> None:
+        """From now on this process is the parent of what its descendants leave."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # its first parent is there yet
+                return None
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = STOP_S) -> int:
+        end_s = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < end_s, f"process {self.pid} has not ended"
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            _signal(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class TestNode:
@@ -75,7 +119,7 @@ class TestNode:
         else:
             text += f"[sandbox]\nwarm = []\n{read}"  # most tests need torch alone, and a second counts
         self.file.write_text(text + config)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | OrphanProcess | None = None
         self._launcher = launcher
         self.stderr = directory / "stderr"
 
@@ -94,6 +138,17 @@ class TestNode:
             self.process = subprocess.Popen(command, stderr=sink, stdin=subprocess.DEVNULL)
         self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
         self.wait(lambda: self.http("GET", "/readyz").status == 200, START_S, "/readyz")
+
+    def replace(self, wait_s: float = 60.0, told: Callable[[str], None] = lambda stage: None) -> None:
+        """Have the node go over to a new one, of the node file as it is. Raises ConfigError, ProcessFailed; then it
+        goes on.
+        """
+        assert self.process is not None
+        OrphanProcess.adopt_all()
+        old = self.process
+        ready = nodeprocess.replace(str(self.file), None, (), wait_s, told)
+        self.process = OrphanProcess(ready["pid"])
+        assert old.wait(STOP_S) == 0, f"{self.stderr.read_text()}\n{self.logs()}"
 
     def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait for something that another process does and does not announce; fails with the node's logs.

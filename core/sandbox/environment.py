@@ -25,6 +25,7 @@ _OWN: Final = (
     "TMPDIR",
     "DORMOUSE_READY_FD",
     "DORMOUSE_PARENT",
+    "DORMOUSE_NEXT",
 )
 """What the zygote itself needs besides."""
 

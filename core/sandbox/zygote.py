@@ -201,12 +201,12 @@ def _world(config: NodeConfig, role: str) -> World:
     return found[role]
 
 
-def _claim(paths: RunPaths, world: World) -> cgroups.Groups | None:
+def _claim(paths: RunPaths, world: World, generation: int) -> cgroups.Groups | None:
     """Zygotes that start at once do it one after another: processes may have to move, and must not be missed."""
     place = os.open(paths.trusted, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(place, fcntl.LOCK_EX)
     try:
-        return cgroups.Groups.claim(paths.groups(world.role))
+        return cgroups.Groups.claim(paths.groups(world.role, generation))
     finally:
         fcntl.flock(place, fcntl.LOCK_UN)
         os.close(place)
@@ -220,7 +220,7 @@ def main() -> int:
     paths = RunPaths(arguments.run)
     config = read_node_config(arguments.run) if paths.node_json.exists() else NodeConfig()
     world = _world(config, arguments.role)
-    groups = _claim(paths, world) if config.sandbox.cgroups == "auto" else None
+    groups = _claim(paths, world, config.start.generation) if config.sandbox.cgroups == "auto" else None
     level = replace(confinement.become_authority(), cgroup=groups is not None)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # an init hears only what it has a handler for
     if level.pid and (child := os.fork()):

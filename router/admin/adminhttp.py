@@ -97,6 +97,7 @@ async def _watch(watch: Sampler, caller: Caller, x: Exchange) -> None:
     """Until its reader leaves, or the node ends."""
     watcher = watch.enter(caller, x.chunk_now)
     try:
+        x.never_ends()
         x.begin(200, m.SSE.encode(), STREAM_HEADERS)
         x.when_left(watcher.leave)
         await watcher.left
@@ -204,6 +205,7 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
         if not follow:
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")
             return
+        x.never_ends()
         x.begin(200, b"text/plain; charset=utf-8")
         await x.chunk(first)
         own = asyncio.current_task()

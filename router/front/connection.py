@@ -38,6 +38,13 @@ SWEEP_S: Final = 1.0
 """How often the clocks are looked at: no timer per request."""
 
 
+@dataclass(slots=True)
+class Onward:
+    """To whom connections go that are idle: to nobody, or to a successor; ``give(fds)`` is whether it has them."""
+
+    give: Callable[[list[int]], bool] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """What a connection meets, and how an error is worded: ``render(failure)`` is a whole answer."""
@@ -46,6 +53,7 @@ class Bounds:
     header_s: float
     body_s: float
     keep_alive_s: float
+    onward: Onward
     render: Callable[[Failure], bytes]
 
 
@@ -139,6 +147,8 @@ class HttpConnection(ReceivingConnection):
             "client": self.client,
         }
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        if self._bounds.onward.give is not None and self.below is not None:  # of TLS nothing can go over
+            keep_alive = False
         before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, self.expect_100_continue)
         if before is None or before.response_complete:
             self._begin(self.cycle)
@@ -185,6 +195,37 @@ class HttpConnection(ReceivingConnection):
             self._begin(cycle)  # type: ignore[arg-type]
         elif self._phase is _Phase.IDLE:
             self._due_s = self.loop.time() + self._bounds.keep_alive_s
+            if self._bounds.onward.give is not None:
+                self.loop.call_soon(self.go_over)  # when its answer is on its way
+
+    # --- a successor
+
+    @property
+    def stays(self) -> bool:
+        """Whether it has an answer that goes on until somebody leaves."""
+        return self._answering and self.cycle.endless
+
+    def adopted(self) -> None:
+        """It was another router's, and is idle."""
+        self._due_s = self.loop.time() + self._bounds.keep_alive_s
+
+    def go_over(self) -> None:
+        """To the successor, if it is idle and all that it was told is on its way; what its client says from now on
+        waits in the kernel.
+        """
+        give = self._bounds.onward.give
+        if give is None or self._phase is not _Phase.IDLE or self._answering:
+            return
+        if self.transport.is_closing() or self._unread_nbytes():
+            return
+        if self.below is not None:
+            self.transport.close()
+            return
+        fd = self.transport.get_extra_info("socket").fileno()
+        if give([fd]):
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     # --- bounds
 

@@ -35,6 +35,7 @@ class Cycle:
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
+        self.endless = False  # nobody waits for the end of its answer
         self._connection = connection
         self._awaited = awaited  # the client wants to hear that its body is wanted
         self._more = True  # of the body

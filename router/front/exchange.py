@@ -60,6 +60,10 @@ class Exchange:
         self.cut = cycle.cut
         self._cycle = cycle
 
+    def never_ends(self) -> None:
+        """The answer goes on until one of the two leaves: a node that ends does not wait for it."""
+        self._cycle.endless = True
+
     @property
     def begun(self) -> bool:
         """Whether its answer is."""

@@ -16,12 +16,17 @@ import uvicorn
 
 from dormouse.core import listening
 from dormouse.core.config import NodeConfig
-from dormouse.router.front.connection import SWEEP_S, Bounds, HttpConnection
+from dormouse.core.listening import HandedSockets
+from dormouse.router.front.connection import SWEEP_S, Bounds, HttpConnection, Onward
 from dormouse.router.front.exchange import raw_error
 from dormouse.router.front.http import Application
 from dormouse.router.front.tls import Certificate, TlsSocket
 
 KEEP_ALIVE_S: Final = 30
+TLS_IDLE_S: Final = 1.0
+LEAVE_LOOK_S: Final = 0.01
+"""While a successor waits, a few seconds in a node's life."""
+
 OTHER_FDS: Final = 512
 """Kept for what is no connection: each instance has its arena, its log and a socket or two here."""
 
@@ -49,11 +54,13 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, node: Node, application: Application, unread: Callable[[int], None]) -> None:
         settings, limits = node.config.node, node.config.limits
+        self._onward = Onward()
         self._bounds = Bounds(
             most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
             keep_alive_s=KEEP_ALIVE_S,
+            onward=self._onward,
             render=raw_error,
         )
         connection: Any = partial(HttpConnection, self._bounds)  # uvicorn only calls it
@@ -88,6 +95,38 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.01)  # uvicorn has no event for it; start-up only
             if self._task.done():
                 self._task.result()
+        await self._adopt(HandedSockets(listening.inherited_at(listening.LEGACY_FD)))
+
+    async def _adopt(self, legacy: HandedSockets) -> None:
+        """HandedSockets of the node that this one replaces."""
+        loop = asyncio.get_running_loop()
+        for fd in legacy.take():
+            sock = socket.socket(fileno=fd)
+            try:
+                _, connection = await loop.connect_accepted_socket(self._plain, sock)
+            except OSError:  # its client has left
+                sock.close()
+            else:
+                connection.adopted()
+        legacy.close()
+
+    async def leave(self) -> None:
+        """A successor takes over: accept nothing more, and have connections go over as they are idle. Returns when none
+        is left whose answer will end.
+        """
+        heir = HandedSockets(listening.inherited_at(listening.HEIR_FD))
+        self._onward.give = heir.give
+        for server in self.servers:
+            server.close()  # the socket itself is the supervisor's
+        if self._certificate is not None:
+            await asyncio.sleep(TLS_IDLE_S)  # who sends now is answered, and told to come back on another connection
+        while found := [each for each in self._connections() if not each.stays]:
+            for connection in found:
+                connection.go_over()
+            await asyncio.sleep(LEAVE_LOOK_S)  # of what a client has not read yet there is no event
+
+    def _connections(self) -> list[HttpConnection]:
+        return [each for each in self.server_state.connections if isinstance(each, HttpConnection)]
 
     async def on_tick(self, counter: int) -> bool:
         now_s = asyncio.get_running_loop().time()
@@ -103,10 +142,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, which neither counts TLS handshakes nor bounds their time, and reads a certificate once."""
         loop = asyncio.get_running_loop()
-        kind: Any = self.config.http_protocol_class
 
         def accepted() -> asyncio.BaseProtocol:
-            made: HttpConnection = kind(config=self.config, server_state=self.server_state, app_state={})
+            made = self._plain()
             if self._certificate is None:
                 return made
             return TlsSocket(made, self._bounds, self._certificate.context, self._tls_sockets)
@@ -115,6 +153,11 @@ class HttpServer(uvicorn.Server):
             await loop.create_server(accepted, sock=sock, backlog=self.config.backlog) for sock in sockets or ()
         ]
         self.started = True
+
+    def _plain(self) -> HttpConnection:
+        kind: Any = self.config.http_protocol_class
+        made: HttpConnection = kind(config=self.config, server_state=self.server_state, app_state={})
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ class Jobs:
         self._answers = Counter[str]()  # bytes that are here of jobs that have not ended, by tenant
         self._waiting: dict[str, list[asyncio.Future[Result | None]]] = {}  # by job
         self._stopping = False
+        self._paused = False
         self._timer = DueTimer(self._go_on)
 
     # --- life
@@ -237,7 +238,7 @@ class Jobs:
         """Begin what may begin, and forget what is old."""
         drain = self._node.requests.drain
         drain.look()
-        if self._stopping or not self._read.is_set() or drain.on:  # those that there are wait
+        if self._stopping or not self._read.is_set() or drain.on or self._paused:  # those that there are wait
             return
         now_s = time.monotonic()
         if expired := self.book.expired(now_s):
@@ -252,6 +253,10 @@ class Jobs:
     def begun(self) -> int:
         """How many have, and have not ended."""
         return sum(job.state is JobState.BEGUN for job in self.book.jobs.values())
+
+    def pause(self) -> None:
+        """No more begins here: a successor has what waits."""
+        self._paused = True
 
     def resume(self) -> None:
         """Jobs may begin again."""

@@ -23,4 +23,12 @@ class Blame(Message, frozen=True, kw_only=True, tag=3):
     text: str
 
 
-FromSupervisor = Peers | Shutdown | Blame
+class Leave(Message, frozen=True, kw_only=True, tag=4):
+    """To the router: its successor has the listening socket. Accept nothing more, end what runs, give connections that
+    are idle away, and say Left, at the latest after so long; Shutdown follows.
+    """
+
+    within_ms: int
+
+
+FromSupervisor = Peers | Shutdown | Blame | Leave

@@ -38,4 +38,8 @@ class DismissRole(Message, frozen=True, kw_only=True, tag=6):
     epoch: int
 
 
-ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole | WantRole | DismissRole
+class Left(Message, frozen=True, kw_only=True, tag=7):
+    """Router only: as it was told by Leave."""
+
+
+ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole | WantRole | DismissRole | Left

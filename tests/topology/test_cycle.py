@@ -12,14 +12,14 @@ import uvloop
 from uvicorn.server import ServerState
 
 from dormouse.router.front.bodies import SMALL_NBYTES, Bodies
-from dormouse.router.front.connection import Bounds, HttpConnection
+from dormouse.router.front.connection import Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import UNREAD_NBYTES, ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, raw_error
 from dormouse.router.front.receiver import BodyReceiver
 
 WAIT_S = 90.0
 KEEP_ALIVE_S = 30.0
-BOUNDS = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=KEEP_ALIVE_S, render=raw_error)
+BOUNDS = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=KEEP_ALIVE_S, onward=Onward(), render=raw_error)
 POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
 
 

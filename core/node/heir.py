@@ -1,0 +1,276 @@
+"""The old supervisor's side of an upgrade: starts the successor when it is asked to, and carries out what
+succession.py decides. Owns the socket at which it is asked (RUN/t/replace), the successor's process and the link to it.
+
+What is done to the node's own processes is the supervisor's, behind a Protocol.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Protocol, assert_never
+
+from dormouse.core.links.fds import Listener, PacketSocket, close_all
+from dormouse.core.node import succession as e
+from dormouse.schemas import succession as s
+from dormouse.schemas.errors import PeerLost
+
+LAST_NBYTES: Final = 20_000
+"""Of what a successor that failed has written."""
+
+Asker = PacketSocket[s.Replace, s.SaidToAsker]
+
+
+class Node(Protocol):
+    """What is asked of the supervisor."""
+
+    log: Any
+    loop: asyncio.AbstractEventLoop
+
+    def have_router_leave(self, wait_s: float) -> None: ...
+
+    def stop_for_heir(self) -> None:
+        """All but zygotes; `Stopped` comes when they are gone."""
+        ...
+
+    def estate(self) -> tuple[s.Estate, list[int]]: ...
+
+    def serve_on(self, anew: bool) -> None: ...
+
+    def retire(self, heir_pid: int) -> None: ...
+
+
+class HeirProcess:
+    """The successor's process. ``on_end(status)`` is called once."""
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        errors: Path,
+        on_message: Callable[[s.FromHeir], None],
+        on_end: Callable[[int], None],
+    ) -> None:
+        """Raises OSError."""
+        self.errors = errors
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._packets: PacketSocket[s.FromHeir, s.ToHeir] = PacketSocket(ours, s.FromHeir)
+        errors.unlink(missing_ok=True)  # the old one's own, which still has it open
+        try:
+            with theirs, errors.open("wb") as sink:
+                self._process = subprocess.Popen(
+                    [*command, "--succeed", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                )
+        except OSError:
+            self._packets.close()
+            raise
+
+        def heard(message: s.FromHeir, fds: list[int]) -> None:
+            close_all(fds)
+            on_message(message)
+
+        self._packets.serve(heard, lambda: None)  # its end is seen by its process
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def say(self, message: s.ToHeir, fds: list[int] | None = None) -> None:
+        try:
+            self._packets.send(message, fds)
+        except (PeerLost, BlockingIOError):
+            self.kill()
+
+    def kill(self) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def said_last(self, status: int) -> str:
+        """Why it has ended."""
+        try:
+            lines = self.errors.read_bytes()[-LAST_NBYTES:].decode(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        try:
+            return str(json.loads(lines[-1])["message"])
+        except (IndexError, ValueError, KeyError, TypeError):
+            return "\n".join(lines[-5:]) or f"it ended with status {status} and said nothing"
+
+    def leave(self) -> None:
+        """It is on its own now."""
+        self._process.returncode = 0  # no warning about a living child
+        self._close()
+
+    def _ended(self) -> None:
+        status = self._process.wait()
+        self._close()
+        self._on_end(status)
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._packets.close()
+
+
+class Heirs:
+    """See the module."""
+
+    def __init__(self, node: Node, path: str, environment: Mapping[str, str], errors: Path) -> None:
+        """``environment``: what a successor has beyond ours."""
+        self._node = node
+        self._environment, self._errors = environment, errors
+        self._succession = e.Succession()
+        self._heir: HeirProcess | None = None
+        self._status = 0  # of the last one that failed
+        self._asker: Asker | None = None
+        self._command: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._listener: Listener[s.Replace, s.SaidToAsker] = Listener(path, s.Replace, self._connected)
+
+    @property
+    def ends_children(self) -> bool:
+        return self._succession.ends_children
+
+    def handle(self, event: e.SuccessionEvent) -> None:
+        before = self._succession.stage
+        effects = self._succession.handle(event)
+        if self._succession.stage is not before:
+            self._node.log.info("succession", stage=self._succession.stage.value)
+            self._tell(s.Going(text=self._succession.stage.value))
+        for effect in effects:
+            self._perform(effect)
+
+    def close(self) -> None:
+        """The node ends: a successor that does not have it yet ends too."""
+        self._listener.close()
+        self._set_timer(None)
+        if self._heir is not None:
+            self._heir.kill()
+        if self._asker is not None:
+            self._asker.close()
+
+    # --- who asks
+
+    def _connected(self, asker: Asker) -> None:
+        if self._asker is not None:
+            self._refuse(asker, "the node is being replaced already")
+            return
+        self._asker = asker
+        asker.serve(self._asked, self._asker_left)
+
+    def _asked(self, replace: s.Replace, fds: list[int]) -> None:
+        close_all(fds)
+        if self._succession.stage is not e.Stage.IDLE:
+            return
+        if replace.format != s.FORMAT or not replace.command:
+            assert self._asker is not None
+            asker, self._asker = self._asker, None
+            self._refuse(asker, "this node cannot go over to that version: `dormouse down`, and then `up`")
+            return
+        self._command = replace.command
+        self.handle(e.SuccessionAsked(min(max(replace.wait_s, 0.0), e.LONGEST_WAIT_S)))
+
+    def _asker_left(self) -> None:
+        """What it has asked for goes on."""
+        self._asker = None
+
+    def _refuse(self, asker: Asker, text: str) -> None:
+        with suppress(PeerLost, BlockingIOError):
+            asker.send(s.NotReplaced(text=text))
+        asker.close()
+
+    def _tell(self, said: s.SaidToAsker) -> None:
+        if self._asker is not None:
+            try:
+                self._asker.send(said)
+            except (PeerLost, BlockingIOError):
+                self._asker.close()
+                self._asker = None
+
+    def _answer(self, said: s.SaidToAsker) -> None:
+        self._tell(said)
+        if self._asker is not None:
+            self._asker.close()
+            self._asker = None
+
+    # --- what is decided
+
+    def _perform(self, effect: e.SuccessionEffect) -> None:
+        match effect:
+            case e.StartHeir():
+                self._start()
+            case e.HaveRouterLeave(wait_s=wait_s):
+                self._node.have_router_leave(wait_s)
+            case e.StopChildren():
+                self._node.stop_for_heir()
+            case e.GiveAll():
+                assert self._heir is not None
+                self._heir.say(s.Yours())
+            case e.RetireSelf():
+                assert self._heir is not None
+                self._set_timer(None)
+                heir, self._heir = self._heir, None
+                self._node.retire(heir.pid)
+                self._answer(s.Replaced(pid=heir.pid))
+                heir.leave()
+            case e.KillHeir():
+                if self._heir is not None:
+                    self._heir.kill()
+            case e.ServeOn(anew=anew, text=text):
+                self._set_timer(None)
+                self._heir = None
+                self._node.log.error("not_replaced", reason=text, anew=anew)
+                self._node.serve_on(anew)
+                self._answer(s.NotReplaced(text=text, status=self._status))
+            case e.Within(seconds=seconds):
+                self._set_timer(seconds)
+            case _:
+                assert_never(effect)
+
+    def _start(self) -> None:
+        estate, fds = self._node.estate()
+        try:
+            self._heir = HeirProcess(
+                self._command, os.environ | self._environment, self._errors, self._heard, self._ended
+            )
+        except OSError as error:
+            self._status = 1
+            self._node.loop.call_soon(self.handle, e.HeirEnded(f"{self._command[0]}: {error.strerror}"))
+            return
+        self._heir.say(estate, fds)
+
+    def _heard(self, message: s.FromHeir) -> None:
+        match message:
+            case s.HeirReady():
+                self.handle(e.HeirImported())
+            case s.HeirServes():
+                self.handle(e.HeirUp())
+            case _:
+                assert_never(message)
+
+    def _ended(self, status: int) -> None:
+        assert self._heir is not None
+        self._status = status
+        self.handle(e.HeirEnded(self._heir.said_last(status)))
+
+    def _set_timer(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._node.loop.call_later(seconds, self.handle, e.Overdue())

@@ -1,0 +1,95 @@
+"""`dormouse up --replace` on a real node: nothing is lost under load, and what fails leaves the old node as it was."""
+
+import os
+import signal
+from collections.abc import Iterable
+
+import pytest
+
+from benchmarks.upgrade import loaded, source
+from dormouse.core.node import procfs
+from dormouse.core.node.testing import TestNode, running_node
+from dormouse.schemas.errors import ConfigError, ProcessFailed
+
+pytestmark = pytest.mark.timeout(400)
+
+CONFIG = '[gpu]\ncount = 1\nmemory = "128MiB"\nthreads = 1\n'
+
+
+def _deployed(node: TestNode) -> dict[str, int]:
+    """Two functions, and what they answer to 0."""
+    for seed, name in enumerate(("f", "g")):
+        node.deployed(name, source(seed, 1 << 16))
+    return {name: int(node.result(name, {"x": 0})["sum"]) for name in ("f", "g")}
+
+
+def test_nothing_is_lost_while_a_new_node_takes_the_place_of_the_old_one() -> None:
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        assert node.process is not None
+        old, processes = node.process.pid, node.pids()
+        with loaded(node, sums, rate_s=20, lanes=8) as load:
+            node.wait(lambda: len(load.took_s) > 40 and load.streams > 0, 120, "some load")
+            node.replace()
+            came = len(load.took_s)
+            node.wait(lambda: len(load.took_s) > came + 40, 120, "more load")
+        assert load.failed == []
+        assert node.process.pid != old
+        assert not processes.keys() - node.pids().keys()
+        assert not set(processes.values()) & set(node.pids().values())
+        assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+
+
+def _heirs(node: TestNode) -> list[int]:
+    assert node.process is not None
+    return [pid for pid in procfs.children(node.process.pid) if "--succeed" in procfs.words(pid)]
+
+
+def _answer(node: TestNode, names: Iterable[str]) -> bool:
+    return all(node.invoke(name, {"x": 0}).status == 200 for name in names)
+
+
+@pytest.mark.parametrize("stage", ["imports", "requests end", "the old processes end", "the new processes start"])
+def test_a_new_node_that_dies_leaves_the_old_one_at_work(stage: str) -> None:
+    """At any time; while the new one imports, nobody notices."""
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        assert node.process is not None
+        old = node.process
+
+        def die(at: str) -> None:
+            if at == stage:
+                node.wait(lambda: len(_heirs(node)) == 1, 60, "the new node's supervisor")
+                os.kill(_heirs(node)[0], signal.SIGKILL)
+
+        with loaded(node, sums, rate_s=10, lanes=4) as load:
+            node.wait(lambda: len(load.took_s) > 10, 120, "some load")
+            with pytest.raises(ProcessFailed, match="goes on, and was not replaced: it ended with status -9"):
+                node.replace(told=die)
+            node.wait(lambda: _answer(node, sums), 120, "answers")
+        assert node.process is old
+        assert stage != "imports" or load.failed == []
+        assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+        node.replace()
+        assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+        assert node.process is not old
+
+
+def test_a_node_file_that_cannot_be_used_is_refused_and_nobody_notices() -> None:
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        text, processes = node.file.read_text(), node.pids()
+        for changed, error in (
+            (text.replace("count = 1", "count = -1"), "count"),
+            (text.replace(f"port = {node.port}", "port = 1"), "`--replace` does not"),
+            (text.replace(f'state = "{node.state}"', f'state = "{node.state}2"'), "has the same"),
+        ):
+            node.file.write_text(changed)
+            with pytest.raises(ConfigError, match=error):
+                node.replace()
+        node.file.write_text(text)
+        (node.state / "version").write_text('{"version": 0}')
+        with pytest.raises(ConfigError, match="has to be brought to this one's while no node runs"):
+            node.replace()
+        assert node.pids() == processes
+        assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
