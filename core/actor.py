@@ -65,7 +65,7 @@ class Actor:
         """An executor has died of an instance's commands. Only the router is told."""
 
     def leave(self, within_s: float) -> None:
-        """A successor takes over. Only the router is told."""
+        """A successor takes over. Only the router and the store are told."""
 
     async def stop(self) -> None:
         """Close everything; called once, whatever the reason."""

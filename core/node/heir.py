@@ -142,7 +142,9 @@ class Heirs:
         self._asker: Asker | None = None
         self._command: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._listener: Listener[s.Replace, s.SaidToAsker] = Listener(path, s.Replace, self._connected)
+        self._path = path
+        self._listener: Listener[s.Replace, s.SaidToAsker] | None = None
+        self._listen()
 
     @property
     def ends_children(self) -> bool:
@@ -159,7 +161,7 @@ class Heirs:
 
     def close(self) -> None:
         """The node ends: a successor that does not have it yet ends too."""
-        self._listener.close()
+        self._deafen()
         self._set_timer(None)
         if self._heir is not None:
             self._heir.kill()
@@ -167,6 +169,15 @@ class Heirs:
             self._asker.close()
 
     # --- who asks
+
+    def _listen(self) -> None:
+        if self._listener is None:
+            self._listener = Listener(self._path, s.Replace, self._connected)
+
+    def _deafen(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _connected(self, asker: Asker) -> None:
         if self._asker is not None:
@@ -222,6 +233,7 @@ class Heirs:
                 self._node.stop_for_heir()
             case e.GiveAll():
                 assert self._heir is not None
+                self._deafen()  # its own is there from now on
                 self._heir.say(s.Yours())
             case e.RetireSelf():
                 assert self._heir is not None
@@ -238,6 +250,7 @@ class Heirs:
                 self._heir = None
                 self._node.log.error("not_replaced", reason=text, anew=anew)
                 self._node.serve_on(anew)
+                self._listen()
                 self._answer(s.NotReplaced(text=text, status=self._status))
             case e.Within(seconds=seconds):
                 self._set_timer(seconds)

@@ -172,6 +172,8 @@ class Supervisor:
         await self._end_all({"router"} & self.children.keys())
         for role in self.worlds.keys() & self.children.keys():
             self.children[role].end_instances(within_s=END_S)
+        if (store := self.children.get("store")) is not None:
+            store.send(m.Leave())
         await self._end_all(self.children.keys() - self.worlds.keys())
         assert self._heirs is not None
         self._heirs.handle(Stopped())

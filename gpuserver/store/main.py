@@ -8,6 +8,7 @@ ingest/, what executors say to peers.py; the books of what all share are in memo
 import asyncio
 import os
 import resource
+import socket
 from functools import partial
 from typing import Final
 
@@ -16,6 +17,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
+from dormouse.core.listening import HEIR_FD, LEGACY_FD, inherited_at
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import inboxes
 from dormouse.gpuserver.store.disk.blobs import Blobs
@@ -25,6 +27,7 @@ from dormouse.gpuserver.store.disk.index import Index, forget_all
 from dormouse.gpuserver.store.disk.writer import Writer
 from dormouse.gpuserver.store.ingest.instances import StoreInstance
 from dormouse.gpuserver.store.ingest.loading import StoreServices
+from dormouse.gpuserver.store.memory import legacy
 from dormouse.gpuserver.store.memory.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
 from dormouse.gpuserver.store.memory.segments import Holder, Segment, Segments
@@ -34,7 +37,7 @@ from dormouse.gpuserver.store.metering import STATE_S, HostMeter
 from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, PeerLost
+from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
 
 REPORT_S: Final = 0.02
 """Delay of StoreStatus: people read it."""
@@ -61,6 +64,7 @@ class Store(Actor):
         self._stating: asyncio.TimerHandle | None = None
         self._unclaimed: list[Segment] = []
         self._opened = False
+        self._heir: socket.socket | None = None  # where a successor finds what is left to it
 
     async def start(self) -> None:
         config = self.config
@@ -81,9 +85,10 @@ class Store(Actor):
         self.functions = KeptFunctions(self.segments)
         self.meter = HostMeter(self.segments, self._owner)
         self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
-        slabs = Slabs(config.host_nbytes, pinnable=config.start.cuda)
+        slabs, left = self._inherited()
+        maps = {} if left is None else left.maps
         self.memory = StoreMemory(
-            self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press
+            self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press, maps
         )
         self.reads = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = StoreServices(
@@ -100,6 +105,11 @@ class Store(Actor):
         )
         _raise_descriptor_limit()
         self._restore()
+        if left is not None:
+            legacy.adopt(left.books, self.segments, self.functions)
+            nbytes = self.memory.slabs.used_nbytes
+            self.log.info("legacy_adopted", slabs=len(maps), segments=len(left.books.segments), nbytes=nbytes)
+            self.writer.poke()
         self._opened = True
         self.spawn(self.writer.run(self.memory))
         self.controller: ZmqLink[m.ControllerToStore, m.StoreToController] = ZmqLink(
@@ -110,6 +120,48 @@ class Store(Actor):
         )
         self.inbox: Inbox[m.InboxPacket] = Inbox(self.paths.inbox("store", self.epoch), m.InboxPacket, self._on_packet)
         self._report()
+
+    def _inherited(self) -> tuple[Slabs, legacy.Legacy | None]:
+        """The slabs, and what a store of an older version has left in them."""
+        budget_nbytes, pinnable = self.config.host_nbytes, self.config.start.cuda
+        slabs = Slabs(budget_nbytes, pinnable=pinnable)
+        end = inherited_at(LEGACY_FD)
+        if end is None:
+            return slabs, None
+        left = None
+        try:
+            with end:
+                left = legacy.take(end)
+            if left is None:
+                return slabs, None
+            if left.books.pinnable is not pinnable:
+                raise ValueError("they are for other GPUs")
+            slabs.adopt(dict(left.books.slabs), (segment.span for segment in left.books.segments))
+        except (RemoteProtocolError, ValueError) as error:
+            self.log.warning("legacy_refused", reason=str(error))
+            for memory in {} if left is None else left.maps.values():
+                memory.close()
+            return Slabs(budget_nbytes, pinnable=pinnable), None
+        for number in slabs.gone:
+            left.maps.pop(number).close()
+        slabs.gone.clear()
+        return slabs, left
+
+    def leave(self, within_s: float) -> None:
+        """What is here goes to a successor when this store stops, which is next."""
+        self._heir = inherited_at(HEIR_FD)
+
+    def _bequeath(self, heir: socket.socket) -> None:
+        memory = self.memory
+        memory.rest()
+        books = legacy.books_of(self.functions, memory.slabs)
+        try:
+            legacy.scrub(books, memory.slabs, memory.maps)
+            legacy.leave(heir, books, memory.maps)
+        except OSError as error:  # then it has what is in files
+            self.log.warning("nothing_left", reason=str(error))
+        else:
+            self.log.info("legacy_left", slabs=len(books.slabs), segments=len(books.segments))
 
     def _restore(self) -> None:
         """Take the index into the books; no file is looked at."""
@@ -138,6 +190,8 @@ class Store(Actor):
             self.executors.pop(role).close()
         self.writer.close()
         self.reads.close()
+        if self._heir is not None:
+            self._bequeath(self._heir)
         self.memory.close()
         self.index.close()
 

@@ -24,11 +24,11 @@ class Blame(Message, frozen=True, kw_only=True, tag=3):
 
 
 class Leave(Message, frozen=True, kw_only=True, tag=4):
-    """To the router: its successor has the listening socket. Accept nothing more, end what runs, give connections that
-    are idle away, and say Left, at the latest after so long; Shutdown follows.
+    """A successor takes over; Shutdown follows. To the router: accept nothing more, end what runs, give away what
+    connections are idle, and say Left, at the latest after so long. To the store: leave what is here when it stops.
     """
 
-    within_ms: int
+    within_ms: int = 0
 
 
 FromSupervisor = Peers | Shutdown | Blame | Leave

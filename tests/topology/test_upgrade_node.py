@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,36 @@ def test_nothing_is_lost_while_a_new_node_takes_the_place_of_the_old_one() -> No
         assert node.process.pid != old
         assert not processes.keys() - node.pids().keys()
         assert not set(processes.values()) & set(node.pids().values())
+        assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+
+
+def _slabs(node: TestNode) -> set[tuple[str, str]]:
+    """The store's shared memory for models: the kernel's number and the name of each."""
+    lines = [line.split() for line in Path(f"/proc/{node.pids()['store']}/maps").read_text().splitlines()]
+    return {(words[4], words[5]) for words in lines if len(words) > 5 and words[5].startswith("/memfd:dormouse-slab")}
+
+
+def test_models_in_host_memory_go_over_and_are_neither_copied_nor_read() -> None:
+    """Their files are broken meanwhile, and the memory is the same."""
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        node.wait(
+            lambda: node.status()["store"]["file_nbytes"] >= node.status()["store"]["host_nbytes"] > 0,
+            120,
+            "models to be in files",
+        )
+        stored, slabs = node.status()["store"]["host_nbytes"], _slabs(node)
+        assert len(slabs) > 0
+        for file in (node.state / "store" / "segments").glob("*/*"):
+            file.write_bytes(bytes(file.stat().st_size))
+        for _ in range(2):
+            node.replace()
+            assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+            assert slabs <= _slabs(node)  # what functions make again has been elsewhere for a moment
+            assert node.status()["store"]["host_nbytes"] == stored
+        assert "segment_damaged" not in node.logs(1 << 20)
+        node.deployed("h", source(5, 1 << 16))  # there is room for others, and it is clean
+        assert node.result("h", {"x": 0})["sum"] > 0
         assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
 
 

@@ -10,7 +10,7 @@ budget counts slabs, and one that empties goes.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,6 +90,34 @@ class Slabs:
     def held_nbytes(self) -> int:
         """What counts against the budget."""
         return self.capacity_nbytes if self.pinnable else self.used_nbytes
+
+    def taken(self) -> Iterator[tuple[int, int, int]]:
+        """All spans: slab, offset, bytes with padding."""
+        for number, slab in self._free.items():
+            for offset, nbytes in list(slab.taken.items()):
+                yield number, offset, nbytes
+
+    def adopt(self, sizes: Mapping[int, int], spans: Iterable[SlabSpan]) -> None:
+        """Before anything is placed: slabs that another store has left, and what is taken in them. Raises ValueError if
+        they do not fit together, or not into the budget; then these books are of no more use.
+        """
+        assert not self._free, "before anything is placed"
+        self._free = {number: FreeList(nbytes) for number, nbytes in sizes.items()}
+        self._numbers = itertools.count(max(sizes, default=-1) + 1)
+        for span in spans:
+            slab = self._free.get(span.slab)
+            if (
+                slab is None
+                or span.offset % ALIGNMENT
+                or span.nbytes <= 0
+                or not slab.take_at(span.offset, span.nbytes)
+            ):
+                raise ValueError(f"{span} is not free")
+            self.used_nbytes += aligned(span.nbytes)
+        for number in sizes:
+            self._go_if_empty(number)
+        if self.held_nbytes > self.budget_nbytes:
+            raise ValueError(f"they hold {self.held_nbytes:,} bytes, of which {self.budget_nbytes:,} may be")
 
     def expect(self, owner: object, sizes: Iterable[int]) -> None:
         """The owner will place these: its spans shall lie in a row although there are smaller holes."""

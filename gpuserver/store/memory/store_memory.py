@@ -7,9 +7,10 @@ scrubs what takes microseconds; the rest happens in threads, while whoever asked
 import asyncio
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Final, TypeVar, TypeVarTuple
 
 from dormouse.core.shm import SharedMemory
@@ -42,6 +43,7 @@ class StoreMemory:
         on_slab_gone: called with the number of each that is there no more.
         on_change: called when bytes have been taken or given back.
         press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
+        maps: those that the slabs have already.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class StoreMemory:
         on_slab_gone: Callable[[int], None],
         on_change: Callable[[], None],
         press: Callable[[int], bool],
+        maps: Mapping[int, SharedMemory] = MappingProxyType({}),
     ) -> None:
         self.slabs = slabs
-        self.maps: dict[int, SharedMemory] = {}  # by slab
+        self.maps = dict(maps)  # by slab
         self.changed = Notifier()  # room, or what could become room
         self.hashing = 0  # jobs after which something may be shared or moved
         self._segments = segments
@@ -198,8 +201,12 @@ class StoreMemory:
         self.collect()
         self.changed.set()
 
+    def rest(self) -> None:
+        """Wait for the threads: nothing is written any more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
     def close(self) -> None:
         """Wait for the threads, then unmap."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.rest()
         for memory in self.maps.values():
             memory.close()
