@@ -174,7 +174,7 @@ class Router(Actor):
     async def _leave(self, within_s: float) -> None:
         """All that was asked here is answered, as far as that does not take too long."""
         assert self._http is not None, "nobody is told before the start"
-        self._jobs.pause()
+        self.jobs.pause()
         try:
             async with asyncio.timeout(within_s):
                 await self._http.leave()
