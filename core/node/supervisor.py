@@ -238,9 +238,10 @@ class Supervisor:
                 self._start(role)  # else when the one that was dismissed has ended
 
     def _inherits(self, role: str) -> dict[str, int]:
-        if role in ("router", "store"):
-            found = self._heir_end(role)
-            return found | ({LISTEN_FD: self.listening.fileno()} if role == "router" else {})
+        if role == "store":
+            return self._heir_end(role)
+        if role == "router":
+            return {LISTEN_FD: self.listening.fileno()} | self._heir_end(role)
         if kind(role) == "gpu":
             return {EVIDENCE_FD: self._evidence.renew(role)}
         return {}
