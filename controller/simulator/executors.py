@@ -112,7 +112,7 @@ class Executors:
         if spec.llm is not None:
             lease.runtime = SimulatedRuntime(spec.llm, self.runtimes)
             self.granted(lease)
-        if self.turns is not None and self.turns.full(gpu.number):
+        if self.turns is not None and self._full(gpu):
             self.turns.coming[gpu.number].append(lease)
         else:
             self._take(gpu, lease)
@@ -133,11 +133,19 @@ class Executors:
         """It has no turn any more; whoever waits for it may begin."""
         assert self.turns is not None
         self.turns.leave(lease)
-        number = lease.wake.lease.gpu
-        coming = self.turns.coming[number]
-        while coming and not self.turns.full(number):
-            self._take(self.gpus[number], coming.popleft())
-        self._try_again(self.gpus[number])
+        self.next_turns(lease.wake.lease.gpu)
+
+    def next_turns(self, number: int) -> None:
+        """Whoever waits for a turn there may begin."""
+        assert self.turns is not None
+        gpu, coming = self.gpus[number], self.turns.coming[number]
+        while coming and not self._full(gpu):
+            self._take(gpu, coming.popleft())
+        self._try_again(gpu)
+
+    def _full(self, gpu: SimulatedGpu) -> bool:
+        """Nobody gets a turn now."""
+        return gpu.lent or (self.turns is not None and self.turns.full(gpu.number))
 
     def passed(self, lease: SimulatedLease, other: SimulatedLease) -> None:
         """The turn of the one is the other's."""
@@ -219,10 +227,11 @@ class Executors:
         assert self.turns is not None
         lease = self.gpus[turn.gpu].leases[turn.serial]
         self.preloads.stop(turn.gpu)
-        if self.turns.full(turn.gpu):
+        gpu = self.gpus[turn.gpu]
+        if self._full(gpu):
             self.turns.coming[turn.gpu].append(lease)
         else:
-            self._take(self.gpus[turn.gpu], lease)
+            self._take(gpu, lease)
 
     # --- copies
 

@@ -27,12 +27,13 @@ MOVE_BPS: Final = 300e9
 class SimulatedGpu:
     """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order. ``contexts`` are
     bytes of runtimes that have a process here, by instance, the last used one last, and ``told`` those that the core
-    knows of. ``ordinary_s``: when a function's lease has last begun or ended.
+    knows of. ``lent``: a runtime has a step in another's turn. ``ordinary_s``: when a function's lease has last begun
+    or ended.
     """
 
     __slots__ = (
-        *("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "ordinary_s", "pool", "residency"),
-        "told",
+        *("activation_nbytes", "blocked", "contexts", "epoch", "leases", "lent", "number", "ordinary_s", "pool"),
+        *("residency", "told"),
     )
 
     def __init__(self, number: int, pool: Callable[[], Pool], models: KnownModels) -> None:
@@ -45,6 +46,7 @@ class SimulatedGpu:
         self.activation_nbytes = 0  # of leases that have a seat
         self.contexts: dict[str, int] = {}
         self.told: tuple[str, ...] = ()
+        self.lent = False
         self.ordinary_s = float("-inf")
 
     @property
@@ -124,6 +126,7 @@ class SimulatedGpu:
             (seat.paused_s, serial)
             for serial, lease in self.leases.items()
             if (seat := lease.seat) is not None and seat.here and seat.paused_s is not None
+            if seat.computing is None
         ]
         if not paused:
             return False
@@ -151,6 +154,7 @@ class SimulatedGpu:
         leases, self.leases = self.leases, {}
         self.residency = Residency(self.pool(), self.residency.models)
         self.blocked, self.activation_nbytes, self.contexts, self.told = [], 0, {}, ()
+        self.lent = False
         self.epoch += 1
         return leases
 

@@ -56,7 +56,7 @@ def test_nothing_differs_and_the_core_is_asked_for_few_of_the_turns(order: str) 
     asked = [(0.02 * number, number % 5) for number in range(10)]
     _, (slow, fast) = both(lambda: made(models(5), policy=Policy(turn_order=order)), asked)
     assert len(kinds(slow, ev.TurnWanted)) > 400
-    assert len(kinds(fast, ev.TurnWanted)) < len(kinds(slow, ev.TurnWanted)) / 20
+    assert len(kinds(fast, ev.TurnWanted)) < len(kinds(slow, ev.TurnWanted)) / 15
 
 
 def test_streams_that_end_do_not_end_a_round() -> None:

@@ -79,6 +79,12 @@ class StreamBatch:
         return self._of(min(streams, key=lambda each: each.number).limit) if streams else 0
 
     @property
+    def most_needed(self) -> int:
+        """Blocks that its next step can need beside those that it has, at most."""
+        pieces = self._of(self._budget) + len(self.waiting) if self.has_prompts else 0
+        return max(0, self.running + pieces - (self.blocks - self._used))
+
+    @property
     def takes_more(self) -> bool:
         """Whether one that joins now would be in the next step."""
         return self._spare > 0 and not self.waiting and self.running < self._most and not self._closed

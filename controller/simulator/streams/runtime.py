@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 class SimulatedRuntime:
     """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
     way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
-    told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end. ``cold``:
-    its process was not there when it got its seat. ``turning``: it has a turn, and has had no step in it.
+    told in this turn that the turn may be another's. ``lent``: that step is in another's turn. ``lives`` tells a void
+    expectation of the lease's end. ``cold``: its process was not there when it got its seat. ``turning``: it has a
+    turn, and has had no step in it.
     """
 
     __slots__ = (
-        *("batch", "busy_s", "cold", "count", "fresh", "idles", "learned", "leases", "lives", "opening", "prompts"),
-        *("spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "fresh", "idles", "learned", "leases", "lent", "lives", "opening"),
+        *("prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
@@ -36,6 +37,7 @@ class SimulatedRuntime:
         self.count = 0
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
+        self.lent = False
         self.prompts = False  # it has said that it has some, since it wants a turn
         self.times: StepTimes | None = None  # as told
         self.fresh, self.cold = True, False  # the seat has had no step

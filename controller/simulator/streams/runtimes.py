@@ -29,6 +29,8 @@ from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.preloads import Preloads
+from dormouse.controller.simulator.streams.cost import EqualSteps
+from dormouse.controller.simulator.streams.lending import borrower
 from dormouse.controller.simulator.streams.memory import KvMachine, KvMemory
 from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, rotating
 from dormouse.controller.simulator.streams.runtime import runtime_of
@@ -54,6 +56,9 @@ class SeatsAndTurns(KvMachine, Protocol):
 
     def leave(self, lease: SimulatedLease) -> None:
         """It has none any more; whoever waits for it may begin."""
+
+    def next_turns(self, number: int) -> None:
+        """Whoever waits for a turn there may begin."""
 
 
 class RuntimeLeases:
@@ -133,9 +138,8 @@ class RuntimeLeases:
             return
         if self._machine.preloads.holds(lease.wake.lease.gpu):
             return
-        gpu, batch = self._gpus[lease.wake.lease.gpu], runtime.batch
-        batch.brief = not lease.open and batch.has_prompts and gpu.shared(self._agenda.now_s)
-        while (steps := batch.plan(partial(self.memory.grow, lease), self._agenda.now_s)) is None:
+        batch = runtime.batch
+        while (steps := self._plan(lease)) is None:
             if batch.idle:
                 self._rest(lease)
                 return
@@ -146,6 +150,11 @@ class RuntimeLeases:
         runtime.steps = steps
         many = runtime.idles and not (lease.open or runtime.yielding)
         self._begin(lease, steps.count if many else 1)
+
+    def _plan(self, lease: SimulatedLease) -> EqualSteps | None:
+        gpu, batch, now_s = self._gpus[lease.wake.lease.gpu], runtime_of(lease).batch, self._agenda.now_s
+        batch.brief = not lease.open and batch.has_prompts and gpu.shared(now_s)
+        return batch.plan(partial(self.memory.grow, lease), now_s)
 
     def goes_on(self, lease: SimulatedLease) -> None:
         """If it has a turn and nothing under way."""
@@ -179,10 +188,12 @@ class RuntimeLeases:
         """All but what copies make it wait for."""
         runtime = runtime_of(lease)
         if not lease.open and not lease.extra_s:
-            self._stepped(lease)
+            (self._lent_over if runtime.lent else self._stepped)(lease)
             return
         runtime.stepped = True
-        if not lease.open:
+        if lease.open:
+            self._lend(lease.wake.lease.gpu)
+        else:
             self._agenda.put(self._agenda.now_s + lease.extra_s, STEPPED, lease)
 
     def copied(self, lease: SimulatedLease) -> None:
@@ -190,14 +201,19 @@ class RuntimeLeases:
         if runtime_of(lease).stepped:
             self._agenda.put(self._agenda.now_s + lease.extra_s, STEPPED, lease)
 
-    def _stepped(self, lease: SimulatedLease) -> None:
-        runtime, seat = runtime_of(lease), seat_of(lease)
-        lease.extra_s = 0.0
+    def _made(self, lease: SimulatedLease) -> None:
+        """What was under way is done."""
+        runtime = runtime_of(lease)
         runtime.busy_s += runtime.work_s
         self._learn(lease)
         runtime.stepped = True  # others may join because of what it has made, and do not begin a step
         self.advanced(runtime.batch.advance(runtime.count))
         runtime.stepped = False
+
+    def _stepped(self, lease: SimulatedLease) -> None:
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        lease.extra_s = 0.0
+        self._made(lease)
         if not runtime.idles and not runtime.yielding:
             runtime.idles = True
             self._idle(lease)  # which may cost the turn at once
@@ -207,6 +223,31 @@ class RuntimeLeases:
             self._go_on(lease)
         elif runtime.batch.idle:
             self._rest(lease)
+
+    def _lend(self, number: int) -> None:
+        """A step, if somebody waits for weights and another can have one."""
+        gpu = self._gpus[number]
+        if gpu.lent or self._machine.preloads.holds(number):
+            return
+        lease = borrower(gpu.leases.values(), self.memory)
+        if lease is not None and (steps := self._plan(lease)) is not None:
+            runtime = runtime_of(lease)
+            gpu.lent = runtime.lent = True
+            runtime.steps = steps
+            self._begin(lease, 1)
+
+    def _lent_over(self, lease: SimulatedLease) -> None:
+        runtime, number = runtime_of(lease), lease.wake.lease.gpu
+        self._made(lease)
+        self._gpus[number].lent = runtime.lent = False
+        seat_of(lease).paused_s = self._agenda.now_s
+        if runtime.batch.idle:
+            self._rest(lease)
+        else:
+            runtime.wants = False  # it says anew what it has to compute
+            self._want(lease)
+        self._machine.next_turns(number)
+        self._lend(number)
 
     def _turned(self, lease: SimulatedLease) -> None:
         """Its turn has begun, and with this step it may be another's."""
@@ -264,6 +305,7 @@ class RuntimeLeases:
                 self._turned(lease)
         elif kind == WANTS:
             self._want_turn(lease)
+            self._lend(lease.wake.lease.gpu)
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
                 self._idle(lease)

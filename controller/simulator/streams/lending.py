@@ -1,0 +1,35 @@
+"""Steps in another's turn, as gpuserver/lease/runtimes.py lends them: pure. While a step of who has the turn waits for
+its weights, another runtime that has all of its own has a step: that which has had none for longest. The turn stays
+where it is, and nobody else gets one while a step is lent.
+
+A simulated step waits when all but the copies is done. A step that needs memory for KV which nobody has to spare is not
+lent: it waits for its own turn.
+"""
+
+from collections.abc import Iterable
+
+from dormouse.controller.simulator.leases import SimulatedLease, seat_of
+from dormouse.controller.simulator.streams.memory import KvMemory
+from dormouse.controller.simulator.streams.runtime import runtime_of
+
+
+def borrower(leases: Iterable[SimulatedLease], memory: KvMemory) -> SimulatedLease | None:
+    """Of those on a GPU where no step is lent, who is to have one."""
+    every = [lease for lease in leases if lease.runtime is not None]
+    if not any(lease.open and runtime_of(lease).stepped for lease in every):
+        return None
+    able = [lease for lease in every if _may_borrow(lease)]
+    able.sort(key=lambda lease: seat_of(lease).paused_s or 0.0)
+    return next((lease for lease in able if _fits(lease, memory)), None)
+
+
+def _fits(lease: SimulatedLease, memory: KvMemory) -> bool:
+    blocks = runtime_of(lease).batch.most_needed
+    return not blocks or memory.plenty(lease, blocks)
+
+
+def _may_borrow(lease: SimulatedLease) -> bool:
+    runtime, seat = runtime_of(lease), lease.seat
+    if seat is None or seat.paused_s is None or seat.computing is not None or not seat.here or runtime.batch.idle:
+        return False
+    return not (runtime.fresh or runtime.yielding or runtime.stepped or lease.open or lease.extra_s)
