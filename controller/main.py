@@ -151,6 +151,8 @@ class Controller(Actor):
                 version, counts = message.version or 0, not message.own
                 batch = service.wanted_batch(message.batch, self.loop.time())
                 self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts, batch))
+            case m.Met(function=function, latency_ms=latency_ms):
+                self._perform(ev.RequestAnswered(function, latency_ms / 1000))
             case m.BatchWaits(request=request, left_ms=left_ms):
                 self._perform(ev.BatchGrew(request, service.deadlines(left_ms, self.loop.time())))
             case m.Release():

@@ -163,6 +163,13 @@ class RequestFailed(_Event, frozen=True):
     request: int
 
 
+class RequestAnswered(_Event, frozen=True):
+    """One that shared a lease with others, so long after it had come."""
+
+    function: str
+    latency_s: float
+
+
 class Woken(_Event, frozen=True):
     """All copies of a lease's wake have finished."""
 
@@ -301,4 +308,5 @@ Event = (
     | StepsTimed
     | RuntimesOn
     | BatchGrew
+    | RequestAnswered
 )

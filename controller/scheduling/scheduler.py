@@ -45,6 +45,7 @@ from dormouse.controller.scheduling.events import (
     PreloadOver,
     RefuseAsk,
     Released,
+    RequestAnswered,
     RequestFailed,
     RuntimesOn,
     SharesKnown,
@@ -174,6 +175,9 @@ class Scheduler:
                 self._released(event.request, now_s, actions)
             case RequestFailed():
                 self._request_failed(event)
+            case RequestAnswered():
+                if (function := self.functions.get(event.function)) is not None:
+                    function.ended(event.latency_s > function.deadline_s, event.latency_s)
             case Evicted():
                 self._evicted(event, now_s)
             case PreloadOver():

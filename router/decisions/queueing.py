@@ -94,9 +94,15 @@ def fail(p: RouterState, number: int, failure: m.Failure) -> None:
     if request.function in p.functions:
         ticket = request.ticket if request.ticket in p.tickets else 0
         if ticket and (holder := p.instances.get(p.tickets[ticket].instance)) is not None and ticket in holder.open:
-            ticket = holder.batch_own or ticket
+            ticket = ticket if holder.spec.llm is not None else holder.batch_own or 0
         p.tell(m.Missed(function=request.function, request=ticket))
     p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
+
+
+def met(p: RouterState, request: Request, instance: Instance) -> None:
+    """It has its answer. The controller sees no end of its own, where it shares a lease."""
+    if instance.spec.concurrency > 1 and request.ticket in instance.open:
+        p.tell(m.Met(function=request.function, latency_ms=int((p.now_s - request.arrived_s) * 1000)))
 
 
 def requeue(p: RouterState, request: Request) -> None:

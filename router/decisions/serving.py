@@ -257,6 +257,7 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
     name = p.tickets[number].request
     if name is not None:
         request = p.requests.pop(name)
+        queueing.met(p, request, instance)
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
             replicas.measured(p, function, p.now_s - request.granted_s, answer.tokens)
@@ -276,6 +277,7 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
             queueing.fail(p, name, failures.of_language_model(code, answer.text, answer.param))
         elif code in failures.CLIENTS:  # an answer like any other
             del p.requests[name]
+            queueing.met(p, request, instance)
             p.out.append(e.Fail(name, failures.raised(code, answer.text, answer.param), request.timing(p.now_s)))
         elif request.lost or (code == "executor_lost" and number not in instance.open):
             queueing.lose(p, request)

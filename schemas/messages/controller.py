@@ -146,6 +146,15 @@ class BatchWaits(Message, frozen=True, kw_only=True, tag=17):
     left_ms: list[int]
 
 
+class Met(Message, frozen=True, kw_only=True, tag=18):
+    """A request of a function with ``concurrency``, which shares a lease with others, was answered so long after it had
+    come.
+    """
+
+    function: str
+    latency_ms: int
+
+
 class AskMeasures(Message, frozen=True, kw_only=True, tag=15):
     """What the controller has counted, for `/metrics`; Measures answers."""
 
@@ -170,6 +179,7 @@ RouterToController = (
     | AskUsage
     | AskMeasures
     | BatchWaits
+    | Met
 )
 
 

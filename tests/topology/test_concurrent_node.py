@@ -136,11 +136,15 @@ def test_an_error_of_the_gpu_is_that_requests_and_no_others(node: TestNode) -> N
 
 
 def test_what_a_handler_raises_is_its_requests(node: TestNode) -> None:
+    counted = node.status()["functions"]["many"]["service"]["counted"]
     answers = together(*(ask(node, "raises", text=f"number {n}") for n in range(4)), ask(node, "computes", steps=2))
     for n, answer in enumerate(answers[:4]):
         assert (answer.status, answer.code) == (500, "function_raised")
         assert f"ValueError: number {n}" in answer.message
     assert answers[4].body == 44.0
+    service = node.status()["functions"]["many"]["service"]
+    assert service["counted"] == counted + 5, "each by itself"
+    assert service["in_time"] < 1.0
 
 
 def test_a_client_that_leaves_ends_its_own_coroutine(node: TestNode) -> None:

@@ -207,3 +207,11 @@ def test_requests_that_come_are_counted_once() -> None:
     core.ends(woken(core.ends(other)))
     core.asks(1.0)
     assert core.function.lately(core.now_s) == pytest.approx(4.0)
+
+
+def test_answers_under_a_shared_lease_count_by_their_latency() -> None:
+    core = Core()
+    for latency_s in (0.1, 1.0, 1.1):
+        core.tell(ev.RequestAnswered("f", latency_s))
+    core.tell(ev.RequestAnswered("gone", 0.1))
+    assert (core.function.served, core.function.late) == (3, 1)

@@ -843,6 +843,21 @@ def test_the_controller_is_told_what_waits_for_a_batch() -> None:
     assert missed.request == acquire.request, "the controller knows it by its batch's lease"
 
 
+def test_the_controller_hears_of_each_answer_under_a_shared_lease() -> None:
+    rig = many()
+    first, second = (one(rig.arrive(number), e.Handover) for number in (1, 2))
+    rig.after(0.25)
+    met = one(rig.say("i1", m.Returned(request=first.ticket, body=b"1", nbytes=0)), m.Met)
+    assert (met.function, met.latency_ms) == ("f", 250)
+    failed = rig.say("i1", m.Raised(request=second.ticket, code="function_raised", text="x"))
+    assert said(failed, m.Met) == []
+    assert one(failed, m.Missed).request == 0, "it has no lease of its own"
+    third = one(rig.arrive(3), e.Handover)
+    assert one(rig.say("i1", m.Raised(request=third.ticket, code="bad_json", text="x")), m.Met).latency_ms == 0
+    alone = loaded()
+    assert said(alone.say("i1", m.Returned(request=alone.run(1), body=b"1", nbytes=0)), m.Met) == []
+
+
 def test_a_client_that_leaves_many_has_its_own_request_abandoned() -> None:
     rig = many()
     first, second = (one(rig.arrive(number), e.Handover) for number in (1, 2))
