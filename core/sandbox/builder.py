@@ -56,6 +56,8 @@ def _built(place: Path, order: BuildOrder, requirements: bytes) -> dict[str, Any
     wanted, constraints, report = place / "requirements.txt", place / "constraints.txt", place / "report.json"
     wanted.write_bytes(requirements)
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(held.items())))
+    (place / "tmp").mkdir()
+    os.environ["TMPDIR"] = str(place / "tmp")  # a wheel may have gigabytes, and all other places are memory
     pip = _Pip(order)
     print("the node looks for what the function needs", flush=True)
     pip.run("install", "--dry-run", "--report", str(report), "-r", str(wanted), "-c", str(constraints))

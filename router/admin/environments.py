@@ -38,6 +38,10 @@ SITE: Final = "site"
 RECORD: Final = "environment.json"
 RESULT: Final = "result.json"
 RESULT_NBYTES: Final = 1 << 20
+TEXT_NBYTES: Final = 4000
+LEAST_FREE_NBYTES: Final = 1 << 20
+"""On the disk: with less, a build could not even say how it ended."""
+
 MOST_FILES: Final = 200_000
 WAITING: Final = 16
 """Builds that wait for others."""
@@ -162,9 +166,10 @@ class Environments:
         if sources and not self._config.builds:
             text = "this node builds nothing from sources; whoever runs it can allow it: [environments] builds = true"
             raise refuse(403, "builds_refused", text)
-        # Code of packages has run in a build from sources: what comes out is for its tenant alone.
-        said = [requirements, *self._node.torch, tenant if sources else ""]
-        asked = _hash(*said)
+        # As tensors are shared: else a tenant could find out what others have. Code of packages has run in a build from
+        # sources: what comes out is for its tenant alone.
+        scope = tenant if sources or self._node.config.node.sharing != "node" else ""
+        asked = _hash(requirements, *self._node.torch, scope, str(sources))
         for key, found in self._known.items():
             if asked in found.asked and self.of(key) is not None:
                 return key
@@ -172,7 +177,7 @@ class Environments:
             if len(self._building) >= WAITING:
                 raise refuse(429, "queue_full", "many environments are being built; deploy again later")
             building = self._building[asked] = asyncio.get_running_loop().create_future()
-            self._node.spawn(self._build(asked, requirements, sources, tenant, printed, building))
+            self._node.spawn(self._build(asked, requirements, sources, scope, printed, building))
         try:
             return await asyncio.shield(building)
         except HttpError as error:
@@ -183,30 +188,32 @@ class Environments:
         asked: str,
         requirements: str,
         sources: bool,
-        tenant: str,
+        scope: str,
         printed: Callable[[bytes], None],
         done: asyncio.Future[str],
     ) -> None:
         try:
             async with self._one:
-                key = await self._built(asked, requirements, sources, tenant, printed)
+                key = await self._built(asked, requirements, sources, scope, printed)
             self._fresh.add(key)
             done.set_result(key)
         except HttpError as error:
             done.set_exception(error)
             done.exception()  # who asked may have left
         except OSError as error:
-            full = refuse(507, "disk_full", f"an environment cannot be kept: {error.strerror}; free space on the disk")
-            done.set_exception(full)
+            self._node.log.warning("environment_not_kept", reason=str(error))
+            done.set_exception(_disk_full())
             done.exception()
         finally:
             del self._building[asked]
             done.cancel()  # if it was not set: the node ends
 
     async def _built(
-        self, asked: str, requirements: str, sources: bool, tenant: str, printed: Callable[[bytes], None]
+        self, asked: str, requirements: str, sources: bool, scope: str, printed: Callable[[bytes], None]
     ) -> str:
         """Raises HttpError, OSError."""
+        if self._full():
+            raise _disk_full()
         if sum(each.nbytes for each in self._known.values()) >= parse_nbytes(self._config.store):
             text = (
                 f"environments have all of {self._config.store} ([environments] store); remove functions, or raise it"
@@ -221,7 +228,9 @@ class Environments:
         try:
             await self._run(place, uid, sources, printed)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._take, place, asked, tenant if sources else "")
+            return await loop.run_in_executor(
+                self._thread, self._take, place, asked, f"{scope}/sources" if sources else scope
+            )
         finally:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, remove_tree, str(place)))
 
@@ -302,6 +311,10 @@ class Environments:
                     os.close(fd)
             remove_tree(directory)
 
+    def _full(self) -> bool:
+        disk = os.statvfs(self._directory)
+        return disk.f_bavail * disk.f_frsize < LEAST_FREE_NBYTES
+
     def _too_large(self) -> HttpError:
         text = f"the environment has more than {self._config.size} ([environments] size); require less"
         return refuse(413, "environment_too_large", text)
@@ -319,9 +332,13 @@ class Environments:
             with open(fd, "rb") as file:
                 result = msgspec.json.decode(file.read(RESULT_NBYTES), type=BuildResult)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            if self._full():
+                raise _disk_full() from None
             raise refuse(500, "build_failed", "the build said nothing of its end; see the function's log") from None
+        if result.code == "disk_full":
+            raise _disk_full()
         if result.code:
-            raise refuse(507 if result.code == "disk_full" else 422, result.code, result.text)
+            raise refuse(422, result.code[:40], result.text[:TEXT_NBYTES])
         if not result.lock:
             return ""
         nbytes = _own(built / SITE)
@@ -361,6 +378,11 @@ class Environments:
             with suppress(OSError):
                 os.rename(self._directory / key, gone)  # from now on it is not there, whenever it has been removed
                 self._thread.submit(remove_tree, str(gone))
+
+
+def _disk_full() -> HttpError:
+    text = "the disk of [node] state has no room for the function's libraries; free space on it"
+    return refuse(507, "disk_full", text)
 
 
 def _hash(*parts: str) -> str:

@@ -131,11 +131,11 @@ def test_n9_a_model_from_a_folder_beside_the_function(node: TestNode, folder: Pa
     assert answer["score"] == pytest.approx(expected["score"], rel=1e-4)
 
 
-def test_n9_a_secret_in_a_file_and_none_in_the_environment(node: TestNode, folder: Path) -> None:
+def test_n9_a_secret_that_is_given_and_none_in_the_environment(node: TestNode, folder: Path) -> None:
     (folder / "secret.py").write_text(SECRET)
-    (folder / "token.txt").write_text("abcdef\n")
-    (folder / "token.txt").chmod(0o600)
-    dormouse(node, folder, "deploy", "secret", "secret.py")
+    (folder / ".token").write_text("abcdef\n")
+    dormouse(node, folder, "secret", "set", "TOKEN", "--file", ".token")
+    dormouse(node, folder, "deploy", "secret", "secret.py", "--secret", "TOKEN")
     assert json.loads(dormouse(node, folder, "invoke", "secret")) == {"length": 6}
     looks = "import os\ndef load(): pass\ndef handle(_, name): return os.environ.get(name)\n"
     (folder / "looks.py").write_text(looks)

@@ -1,6 +1,9 @@
 """Functions with libraries of their own on a real node: built from a small index of packages made here."""
 
+import os
 import socket
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from wheels import PackageIndex
 
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 
 pytestmark = pytest.mark.timeout(600)
@@ -222,6 +225,27 @@ def test_a_build_is_bounded_in_time_and_in_bytes(index: PackageIndex) -> None:
         assert (answer.status, answer.code) == (413, "environment_too_large")
         assert list((node.state / "environments").iterdir()) == []
         node.deployed("f", FUNCTION, requirements="colours==1.0")
+
+
+def test_a_full_disk_is_said_and_leaves_what_is_there(index: PackageIndex) -> None:
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)
+        node = TestNode(Path(directory), f'{GPU}[limits]\ndisk = "0"\n[environments]\nindex = "{index.url}"\n')
+        node.state.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(node.state)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        try:
+            with kept_running(node):
+                node.deployed("f", FUNCTION, requirements="colours==1.0")
+                answer = node.deploy("f", FUNCTION, requirements="large\ncolours==2.0")
+                assert (answer.status, answer.code) == (507, "disk_full"), answer
+                assert "free space" in answer.message
+                assert node.result("f", 0) == ["1.0", 3.0]
+                assert _kept(node) == 1
+                node.deployed("f", FUNCTION, requirements="colours==2.0")
+        finally:
+            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
 
 
 @pytest.mark.parametrize("granted", [False, True])
