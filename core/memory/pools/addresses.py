@@ -94,7 +94,8 @@ class Addresses:
 
         def fill(start: int, end: int, from_end: bool) -> None:
             chosen, room = dict[int, int](), end - start
-            for segment, size in left.items():
+            whole = total <= room  # else the largest first: what is left is easier to fill
+            for segment, size in left.items() if whole else sorted(left.items(), key=lambda each: -each[1]):
                 if size <= room:
                     chosen[segment] = size
                     room -= size

@@ -17,7 +17,7 @@ from dormouse.core.memory.pools.backing import Backing, Demand
 from dormouse.core.memory.pools.granules import Granules
 from dormouse.core.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
 
-TRIES: Final = 16
+TRIES: Final = 8
 """Places for what roams are sought again when so small a part of its bytes has left: each try looks at all of it."""
 
 
@@ -275,26 +275,27 @@ class Pages:
         kept, backing, addresses = set(stay), self._backing, self._addresses
         movable = [segment for segment in self._nbytes if segment not in kept and segment not in fixed]
         movable.sort(key=addresses.offset)
-        places = {segment: (addresses.offset(segment), addresses.windows(segment)) for segment in movable}
+        places: dict[int, tuple[int, range]] = {}  # where those that leave were, and in which windows
         demand = self._demand(stay)
         total = sum(aligned(nbytes) for _, nbytes in guests)
+        step = total // TRIES
         evicted: list[tuple[int, int, int]] = []  # (segment, large and small granules that it left)
-        again, tried = False, (self._used, 0, 0)
+        again, tried = False, (total - step, 0)
         for segment in eviction.ascending(movable, [addresses.nbytes(each) for each in movable], cost).names:
             large, small = backing.spare_large, backing.spare_small
+            places[segment] = addresses.offset(segment), addresses.windows(segment)
             self._leave(segment)
             evicted.append((segment, backing.spare_large - large, backing.spare_small - small))
             if not guests:
                 if backing.fits(demand, reserve_nbytes):
                     break
                 continue
-            now = (self._used, backing.spare_large, backing.spare_small)
-            if self.capacity - self._used - reserve_nbytes < total:
-                continue  # where it lay or will lie does not matter
-            if (now[1:] != tried[1:] or tried[0] - now[0] >= total // TRIES) and self._fits_with(
-                guests, stay, tenant, reserve_nbytes
-            ):
-                again = True
+            spare_nbytes = self._granules.large_nbytes * backing.spare_large
+            spare_nbytes += self._granules.small_nbytes * backing.spare_small
+            now = (self.capacity - self._used - reserve_nbytes, spare_nbytes)
+            if max(now[0] - tried[0], now[1] - tried[1]) < step or now[0] < total:
+                continue  # too little has left since the last try
+            if again := self._fits_with(guests, stay, tenant, reserve_nbytes):
                 break
             tried = now
         else:
@@ -305,13 +306,14 @@ class Pages:
                     self._return(segment, places[segment][0])
                 return None
         windows = self._windows([*stay, *(segment for segment, _ in guests)])
-        demand = backing.demand(windows)
+        demand, touched = backing.demand(windows), set(windows)
         gone: list[int] = []
         for segment, large, small in reversed(evicted):
             # back it takes at least what it left (more, if neighbours have gone since), and the demand grows no smaller
             less = (0, 0) if guests else (large, small)
             if backing.fits(demand, reserve_nbytes, less) and self._return(segment, places[segment][0]):
-                then = backing.demand(windows) if again else demand
+                near = again and not touched.isdisjoint(places[segment][1])
+                then = backing.demand(windows) if near else demand
                 if backing.fits(then, reserve_nbytes):
                     demand = then
                     continue
