@@ -11,11 +11,11 @@ Nothing is different from what it would be step by step: tests compare.
 from collections.abc import Callable, Iterable
 from functools import partial
 from heapq import heapify, heappop, heapreplace
-from typing import Final
+from typing import Any, Final
 
 from dormouse.controller.scheduling.passing import Passed
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import UNWANTED, Agenda
+from dormouse.controller.simulator.agenda import COMPUTED, COPIED, UNWANTED, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.memory import KvMemory
 from dormouse.controller.simulator.streams.model import MOST_OPEN
@@ -81,6 +81,19 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         told_s = now_s if seat.paused_s is None else seat.paused_s
         found[lease.wake.lease.serial] = Rotating(lease, runtime, told_s)
     return found if len(found) > 1 else {}
+
+
+def next_due_s(agenda: Agenda) -> float:
+    """When something is due that is not void."""
+    while agenda.heap and _void(*agenda.heap[0][2:]):
+        heappop(agenda.heap)
+    return agenda.next_s
+
+
+def _void(kind: int, what: Any, version: int) -> bool:
+    if kind == UNWANTED:
+        return what.lost or what.closed or version != what.runtime.lives  # type: ignore[no-any-return]
+    return kind in (COMPUTED, COPIED) and version != what.version
 
 
 class Rotation:

@@ -8,23 +8,11 @@ left loses its KV (memory.py), and its sequences begin again. A lease without se
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heappop
-from typing import Any, Protocol
+from typing import Protocol
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import (
-    COMPUTED,
-    COPIED,
-    IDLES,
-    OPENED,
-    PRESSED,
-    STEPPED,
-    TURNED,
-    UNWANTED,
-    WANTS,
-    Agenda,
-)
+from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, TURNED, UNWANTED, WANTS, Agenda
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
@@ -32,12 +20,11 @@ from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.lending import borrower
 from dormouse.controller.simulator.streams.memory import KvMachine, KvMemory
-from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, rotating
+from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, next_due_s, rotating
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
+from dormouse.controller.simulator.streams.telling import RuntimeTells
 from dormouse.core.joins import IN_TURN, latest_s
-from dormouse.core.step_times import news
-from dormouse.schemas.messages import PromptsDue, StepsDue
 
 
 class SeatsAndTurns(KvMachine, Protocol):
@@ -75,6 +62,7 @@ class RuntimeLeases:
     ) -> None:
         self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
         self._agenda, self._tell = agenda, tell
+        self._tells = RuntimeTells(agenda, tell)
         self.memory = KvMemory(machine, gpus, agenda)
         self._rotation = Rotation(agenda, self.memory, lambda made: self.advanced(made))
         self.margins = True  # sequences join by them
@@ -205,7 +193,7 @@ class RuntimeLeases:
         """What was under way is done."""
         runtime = runtime_of(lease)
         runtime.busy_s += runtime.work_s
-        self._learn(lease)
+        self._tells.learn(lease)
         runtime.stepped = True  # others may join because of what it has made, and do not begin a step
         self.advanced(runtime.batch.advance(runtime.count))
         runtime.stepped = False
@@ -216,7 +204,7 @@ class RuntimeLeases:
         self._made(lease)
         if not runtime.idles and not runtime.yielding:
             runtime.idles = True
-            self._idle(lease)  # which may cost the turn at once
+            self._tells.idle(lease)  # which may cost the turn at once
         elif runtime.yielding:
             self._yield(lease)
         if seat.paused_s is None:
@@ -254,7 +242,7 @@ class RuntimeLeases:
         lease = self._others_turns(lease)
         runtime = runtime_of(lease)
         runtime.opening, runtime.idles = False, True
-        self._idle(lease)
+        self._tells.idle(lease)
         if seat_of(lease).paused_s is None:
             self._go_on(lease)
 
@@ -265,9 +253,7 @@ class RuntimeLeases:
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
         if not self.rotates or gpu.blocked:
             return lease
-        while agenda.heap and _void(*agenda.heap[0][2:]):
-            heappop(agenda.heap)
-        if agenda.next_s - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
+        if next_due_s(agenda) - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
             return lease
         core = self._machine.core
         if not core.rounds.able(gpu.number) or not (found := rotating(gpu.leases.values(), lease, agenda.now_s)):
@@ -304,11 +290,11 @@ class RuntimeLeases:
             if runtime.opening:
                 self._turned(lease)
         elif kind == WANTS:
-            self._want_turn(lease)
+            self._tells.want_turn(lease)
             self._lend(lease.wake.lease.gpu)
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
-                self._idle(lease)
+                self._tells.idle(lease)
         elif version == runtime.lives and runtime.batch.idle:
             self._close(lease)
 
@@ -349,33 +335,3 @@ class RuntimeLeases:
             if whole:
                 self.advanced(runtime.batch.advance(min(whole, runtime.count)))
         runtime.batch.give_up(counts=False)
-
-    def _idle(self, lease: SimulatedLease) -> None:
-        wake = lease.wake.lease
-        self._tell(ev.TurnIdle(wake.gpu, wake.epoch, wake.serial, runtime_of(lease).batch.idle))
-
-    def _want_turn(self, lease: SimulatedLease) -> None:
-        runtime, wake = runtime_of(lease), lease.wake.lease
-        batch, begins, prompts = runtime.batch, runtime.batch.begins, []
-        if begins:
-            waited_s = self._agenda.now_s + runtime.spec.ttft_s - min([stream.first_s for stream in begins])
-            tokens = sum([stream.left for stream in begins])
-            prompts = [PromptsDue(serial=wake.serial, tokens=tokens, waited_us=int(waited_s * 1e6))]
-        due = StepsDue(prompts=prompts, decoding=batch.count - len(begins))
-        self._tell(ev.TurnWanted(wake.gpu, wake.epoch, wake.serial, due))
-
-    def _learn(self, lease: SimulatedLease) -> None:
-        """What the steps took that are over, and tell it if that is news."""
-        runtime = runtime_of(lease)
-        prompt_tokens, learned = runtime.batch.prompt_tokens, runtime.learned
-        learned.learn(prompt_tokens, runtime.batch.sequences, runtime.steps, runtime.count)
-        if prompt_tokens and (times := learned.times) is not None and news(times, runtime.times):
-            runtime.times = times
-            self._tell(ev.StepsTimed((lease.wake.instance,), times))
-
-
-def _void(kind: int, what: Any, version: int) -> bool:
-    """Whether nothing is due then any more."""
-    if kind == UNWANTED:
-        return what.lost or what.closed or version != what.runtime.lives  # type: ignore[no-any-return]
-    return kind in (COMPUTED, COPIED) and version != what.version
