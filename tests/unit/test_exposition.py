@@ -42,7 +42,10 @@ def counted(name: str, stats: FunctionStats = NOBODY, **more: Any) -> m.Function
 
 def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     up = {"router": 2, "metrics": 1}
-    return m.Scrape(query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False)
+    spans = {"exported": 7, "failed": 0, "dropped": 1}
+    return m.Scrape(
+        query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans
+    )
 
 
 def read(text: bytes) -> dict[tuple[str, ...], float]:

@@ -1,6 +1,7 @@
 """Requests as spans, and what the router keeps of them while nobody takes them."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from dormouse.core.config import TracingSection
+from dormouse.core.config import NodeConfig, NodeSection, TracingSection
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.router.decisions import events as e
@@ -18,9 +19,11 @@ from dormouse.router.front.traced import traced
 from dormouse.router.front.tracing import Trace
 from dormouse.router.traces import outbox
 from dormouse.router.traces.exporting import address
+from dormouse.router.traces.main import Traces
 from dormouse.router.traces.outbox import BATCH, MOST, ROLE, Outbox
 from dormouse.router.traces.spans import GivenIds, emit
 from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
 
 TRACE = Trace(f"00-{'4b' * 16}-{'01' * 8}-01", "a=1", "02" * 8)
 ENDED_NS = 1_800_000_000_000_000_000
@@ -185,3 +188,14 @@ def test_without_an_endpoint_nothing_is_wanted(tmp_path: Path) -> None:
     quiet = Outbox(world, TracingSection())
     quiet.open()
     assert (world.wanted, quiet.share, quiet.spans) == ([], None, {})
+
+
+def test_without_the_sdk_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dormouse.router.traces.exporting", None)  # as if an import in it had failed
+
+    async def main() -> None:
+        config = NodeConfig(node=NodeSection(run=str(tmp_path), state=str(tmp_path)))
+        with pytest.raises(ConfigError, match=r"pip install 'dormouse\[otel\]'"):
+            await Traces("traces", 1, config).start()
+
+    uvloop.run(main())
