@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, Protocol, assert_never
 
 import orjson
@@ -33,8 +34,9 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.exchange import HttpError, refuse, refused
-from dormouse.router.front.requests import NO_LABELS, Requests
+from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
+from dormouse.router.front.tracing import traced
 from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.router.jobs.book import Job, JobState
 from dormouse.router.jobs.jobs import Jobs, KeptRequest
@@ -75,6 +77,7 @@ class Node(overview.Node, Protocol):
     """What is asked of the router."""
 
     log: Any
+    epoch: int
     requests: Requests
 
 
@@ -136,6 +139,7 @@ class Admin:
         self._passes, self._environments = passes, environments
         self._jobs = jobs
         self._vault = vault
+        self._numbers = count(1)
         self._history = history
         self._node = node
         self._requests, self._picture = node.requests, node.policy.picture
@@ -444,11 +448,13 @@ class Admin:
             body.close()
             raise
         body.kind = act.kind[:TYPE_NBYTES]
+        trace = traced(None, (), self._requests.trace_share)
+        labels = Labels(f"c{self._node.epoch}-{next(self._numbers)}", trace)  # of a command
         if act.detach:
-            job, _ = await self._jobs.take(KeptRequest(act.name, "", NO_LABELS, "", True), body)
+            job, _ = await self._jobs.take(KeptRequest(act.name, "", labels, "", True), body)
             yield a.Said(data=self._jobs.told(job))
             return
-        request, future = self._requests.submit(act.name, body)
+        request, future = self._requests.submit(act.name, body, labels=labels)
         try:
             answer = await future
             if isinstance(answer, AnswerStream):

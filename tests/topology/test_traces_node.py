@@ -1,5 +1,6 @@
 """A real node exports its requests as spans to a real collector, and serves whatever becomes of the collector."""
 
+import re
 import signal
 from collections.abc import Iterator
 
@@ -87,6 +88,13 @@ def test_what_fails_says_so_and_who_brings_no_trace_begins_one(node: TestNode, c
     after = node.result("f", 1)[1]
     node.wait(lambda: "run" in collector.of(after[3:35]), WAIT_S, "what came after it")
     assert collector.of("a" * 32) == {}, "the client does not want it"
+
+
+def test_a_request_of_the_command_line_is_one_too(node: TestNode, collector: Collector) -> None:
+    node.admin.invoke("f", b"1")
+    (last,) = node.admin.requests("f", "", 1)
+    assert re.fullmatch("c1-[0-9]+", last["id"])
+    node.wait(lambda: "run" in collector.of(last["trace"]), WAIT_S, "its spans")
 
 
 def test_a_collector_that_refuses_or_hangs_costs_no_request(node: TestNode, collector: Collector) -> None:
