@@ -78,7 +78,7 @@ def preload(action: ev.PreloadOn, worth: dict[str, float]) -> m.Preload:
     return m.Preload(instance=action.instance, version=action.version, worth=worth, peers=list(action.peers))
 
 
-Said = m.Done | m.Pressed | m.Awake | m.Idle | m.Busy | m.WantsTurn | m.Preloaded
+Said = m.Done | m.Pressed | m.Awake | m.Idle | m.Busy | m.WantsTurn | m.Preloaded | m.Unloaded
 
 
 def event(gpu: int, epoch: int, message: Said) -> ev.Event:
@@ -87,6 +87,8 @@ def event(gpu: int, epoch: int, message: Said) -> ev.Event:
             return ev.LeaseOver(gpu, epoch, message)
         case m.Pressed(resident=resident, stats=stats, seated=seated):
             return ev.Evicted(gpu, epoch, tuple(resident), stats, seated)
+        case m.Unloaded(resident=resident, stats=stats):
+            return ev.Evicted(gpu, epoch, tuple(resident), stats)
         case m.Awake(serial=serial, wake_us=wake_us):
             return ev.Woken(gpu, epoch, serial, wake_us)
         case m.Idle(serial=serial, rests=rests):

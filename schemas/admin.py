@@ -197,6 +197,13 @@ class Pin(Packet, frozen=True, kw_only=True, tag=18):
     pinned: bool = True
 
 
+class MoveModel(Packet, frozen=True, kw_only=True, tag=28):
+    """Bring a function's model to a GPU, or have it leave GPUs ("host"), and host memory too ("disk")."""
+
+    name: str
+    to: Literal["gpu", "host", "disk"]
+
+
 class ListJobs(Packet, frozen=True, kw_only=True, tag=19):
     """Of a function, or of all."""
 
@@ -266,6 +273,7 @@ Act = (
     | Versions
     | Rollback
     | Pin
+    | MoveModel
     | ListJobs
     | AskJob
     | JobResult

@@ -169,7 +169,7 @@ class Played:
                 self.closes.clear()
             case m.Pressed():
                 self.pressed.append(effect)
-            case m.Done() | m.Idle() | m.WantsTurn():
+            case m.Done() | m.Idle() | m.WantsTurn() | m.Unloaded():
                 self.controller.append(effect)
             case m.Metered():
                 self.metered.append(effect)

@@ -252,6 +252,20 @@ class PreloadOver(_Event, frozen=True):
     stats: PoolStats
 
 
+class BringAsked(_Event, frozen=True):
+    """Somebody wants this function's model on a GPU, and waits for it until then."""
+
+    function: str
+    until_s: float
+
+
+class KeptAway(_Event, frozen=True):
+    """Nobody wants it on a GPU until then, but for a request."""
+
+    function: str
+    until_s: float
+
+
 class PolicyChosen(_Event, frozen=True):
     """Another policy from now on, also for what waits. It differs in nothing of `policy.FIXED`."""
 
@@ -309,4 +323,6 @@ Event = (
     | RuntimesOn
     | BatchGrew
     | RequestAnswered
+    | BringAsked
+    | KeptAway
 )

@@ -15,15 +15,17 @@ that, for it alone knows who shares a segment. What it has refused is not tried 
 """
 
 from collections.abc import Generator
-from typing import Final
+from typing import Final, TypeVar
 
 from dormouse.controller.scheduling.events import (
     Action,
     Asked,
+    BringAsked,
     Event,
     FunctionKnown,
     InstanceKnown,
     InstanceLost,
+    KeptAway,
     ModelSized,
     PreloadOn,
     PreloadOver,
@@ -60,6 +62,8 @@ MOST_REFUSED: Final = 4096
 
 INFINITY: Final = float("inf")
 
+Key = TypeVar("Key")
+
 
 class Preloading:
     """``books`` and ``topology`` are the scheduler's; ``placement`` is of the policy, which may change. ``due_s``: when
@@ -78,6 +82,7 @@ class Preloading:
         self._plans: dict[int, tuple[Holding, Generator[int | Model, None, None]]] = {}  # by GPU: what comes next there
         self._again: dict[int, None] = {}  # GPUs to which something has come, and for which there is room
         self._refused: dict[tuple[int, str], float] = {}  # by GPU and function: until when
+        self._wished: dict[str, float] = {}  # by function: until when somebody waits for it
         self._opened: dict[tuple[int, str], float] = {}  # by GPU and runtime
         self.due_s = INFINITY
 
@@ -98,6 +103,8 @@ class Preloading:
 
     def follow(self, event: Event, now_s: float, waits: bool, actions: list[Action]) -> None:
         """After each event, and what it led to. ``waits``: some request does."""
+        for name, until_s in list(self._wished.items()):
+            self._bring_wished(name, until_s, now_s, actions)
         if not self._on:
             return
         match event:
@@ -115,6 +122,32 @@ class Preloading:
             self._look(now_s, waits, actions)
         if not isinstance(event, Tick | Asked):
             self._stir(now_s)
+
+    def wished(self, event: BringAsked | KeptAway) -> None:
+        if isinstance(event, BringAsked):
+            _until(self._wished, event.function, event.until_s)
+            return
+        self._wished.pop(event.function, None)
+        for number in self._books.gpus:
+            _until(self._refused, (number, event.function), event.until_s)
+
+    def _bring_wished(self, name: str, until_s: float, now_s: float, actions: list[Action]) -> None:
+        """To a GPU on which nobody computes, with most of it or most room; looked at again whenever something is over.
+        Of several instances, any: their models are the same.
+        """
+        model = max(
+            (each for each in self._books.models.values() if each.function.name == name),
+            key=lambda each: (max(each.resident.values(), default=0), each.instance),
+            default=None,
+        )
+        if model is None or until_s <= now_s or max(model.resident.values(), default=0) >= model.nbytes:
+            del self._wished[name]
+            return
+        coming = any(model.instance == gpu.preload for gpu in self._books.gpus.values())
+        idle = [gpu for gpu in self._books.gpus.values() if self._idle(gpu, now_s)]
+        if idle and not coming and not model.leased:
+            number = {gpu: (model.resident.get(gpu.number, 0), gpu.stats.free_nbytes, -gpu.number) for gpu in idle}
+            self._begin(max(idle, key=lambda gpu: number[gpu]), model, now_s, actions)
 
     def _stir(self, now_s: float) -> None:
         """Something is over or has come: a GPU may be idle, and have room."""
@@ -144,9 +177,11 @@ class Preloading:
             counts.preloaded_nbytes += event.copied_nbytes
             if event.outcome == "refused":
                 _until(self._refused, (gpu.number, model.function.name), now_s + REFUSED_S)
+            if event.outcome in ("refused", "failed"):
+                self._wished.pop(model.function.name, None)
         if event.outcome != "there" or evicts:
             self._plans.pop(gpu.number, None)
-        else:
+        elif self._on:  # else it was somebody's wish
             self._again[gpu.number] = None  # the next one has room, too
             self.due_s = now_s
 
@@ -230,10 +265,20 @@ class Preloading:
         self._stir(now_s)
 
     def worth(self, gpu: Gpu, coming: str) -> dict[str, float]:
-        """Of a byte of each model there, and of what comes, ascending: what is worth less makes room for it."""
+        """Of a byte of each model there, and of what comes, ascending: what is worth less makes room for it; all but
+        what is pinned, for what somebody waits for.
+        """
         known = self._books.models
         models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
-        worth = [(per_byte(model, self._topology, self._looked_s), model.instance) for model in models]
+        worth = [
+            (
+                INFINITY
+                if model.instance == coming and model.function.name in self._wished
+                else per_byte(model, self._topology, self._looked_s),
+                model.instance,
+            )
+            for model in models
+        ]
         return pinned_last({instance: each for each, instance in sorted(worth)}, models)
 
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
@@ -263,7 +308,7 @@ class Preloading:
         actions.append(PreloadOn(number, model.instance, model.version, peers, nbytes, rate, saved_s))
 
 
-def _until(times_s: dict[tuple[int, str], float], key: tuple[int, str], until_s: float) -> None:
+def _until(times_s: dict[Key, float], key: Key, until_s: float) -> None:
     """The oldest are forgotten for it, if they are too many."""
     times_s.pop(key, None)
     while len(times_s) >= MOST_REFUSED:

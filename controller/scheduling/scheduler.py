@@ -26,6 +26,7 @@ from dormouse.controller.scheduling.events import (
     Answered,
     Asked,
     BatchGrew,
+    BringAsked,
     Event,
     Evicted,
     ExecutorDown,
@@ -37,6 +38,7 @@ from dormouse.controller.scheduling.events import (
     FunctionKnown,
     InstanceKnown,
     InstanceLost,
+    KeptAway,
     LeaseOver,
     LoseLease,
     ModelSized,
@@ -182,6 +184,8 @@ class Scheduler:
                 self._evicted(event, now_s)
             case PreloadOver():
                 self._preloading.over(event, now_s)
+            case BringAsked() | KeptAway():
+                self._preloading.wished(event)
             case Tick():
                 for asked in self._gathering.due(now_s):
                     self._wants(asked, now_s)
@@ -352,6 +356,18 @@ class Scheduler:
     def worth(self, gpu: int, coming: str = "") -> dict[str, float]:
         """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
+
+    def instances_of(self, function: str) -> list[str]:
+        return [model.instance for model in self.models.values() if model.function.name == function]
+
+    def function_of(self, instance: str) -> str:
+        """ "" if it is gone."""
+        return self.models[instance].function.name if instance in self.models else ""
+
+    def is_on_gpu(self, function: str) -> bool:
+        """Whether all of its model is on some GPU."""
+        models = [self.models[instance] for instance in self.instances_of(function)]
+        return any(max(model.resident.values(), default=0) >= model.nbytes for model in models)
 
     def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
         """The same for what comes there before anybody asks; see `Preloading.worth`."""

@@ -278,6 +278,13 @@ class Residency:
         self.pool.forget(segment for segment in orphans if segment not in self.pool)
         return plan
 
+    def alone(self, instances: Collection[str]) -> list[int]:
+        """What is here of these instances' models, of no other's, and in nobody's seat."""
+        fixed, names = self.seats.kept(), set(instances)
+        known = [self.models.by_instance[name] for name in names if name in self.models.by_instance]
+        found = {segment for model in known for segment in model.nbytes if segment in self.pool.segments()}
+        return sorted(each for each in found if each not in fixed and names.issuperset(self.sharers(each)))
+
     def relieve(self) -> PoolChange:
         """Drop all but what seats hold: an operation is out of memory."""
         fixed = self.seats.kept()

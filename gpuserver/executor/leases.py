@@ -126,7 +126,7 @@ class Leases:
                 self.wakes.stop_ahead(serial)
             case o.OpenRuntime(instance=instance, runtime=runtime):
                 self._outside.open_runtime(instance, runtime)
-            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded() | m.Metered():
+            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded() | m.Metered() | m.Unloaded():
                 self._outside.to_controller(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)

@@ -185,7 +185,7 @@ class ComputeAnswer(Struct, frozen=True, gc=False):
     value: Any
 
 
-ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn | m.Preloaded | m.Metered
+ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn | m.Preloaded | m.Metered | m.Unloaded
 ToStore = m.AskPlace | m.Written | m.LetGo | m.FirstUse
 Effect = (
     Order | Skip | StopBringing | OpenRuntime | Reply | Expel | ToRuntimeOf | ComputeAnswer | ToController | ToStore

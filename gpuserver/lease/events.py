@@ -275,6 +275,7 @@ Event = (
     | PreloadAsked
     | Brought
     | m.StopPreload
+    | m.DropModel
     | m.Turn
     | m.Pause
     | m.Over

@@ -90,6 +90,8 @@ class Machine:
                     runtimes.open_ahead(state, event.preload.instance)
             case m.StopPreload():
                 preloads.give_up(state)
+            case m.DropModel():
+                _unload(state, event)
             case e.Brought():
                 preloads.brought(state, event)
             case m.Over():
@@ -215,6 +217,16 @@ def _detached(state: MachineState, instance: str) -> None:
     state.instances.pop(instance, None)
     state.emit(o.Detach(instance))
     state.arrange(state.residency.retire(state.residency.unlearn(instance)))
+
+
+def _unload(state: MachineState, asked: m.DropModel) -> None:
+    """What is on its way stays until it has ended: it is in a seat."""
+    for name in asked.instances:
+        preloads.about(state, name)
+    state.drop(state.residency.alone(asked.instances))
+    left_nbytes = max((state.residency.resident_nbytes(name) for name in asked.instances), default=0)
+    resident = state.residency.changed()
+    state.emit(m.Unloaded(query=asked.query, left_nbytes=left_nbytes, resident=resident, stats=state.stats()))
 
 
 def _manifest(state: MachineState, manifest: m.Manifest) -> None:

@@ -338,11 +338,21 @@ class Store(Actor):
                 self._forget(instance)
             case m.Keep(functions=functions):
                 self._keep(functions)
+            case m.MoveDown():
+                self._move_down(message)
             case m.AskStore(query=query):
                 models = [(attached.attach, attached.model) for attached in self.instances.values()]
                 answer = m.StoreReport(query=query, instances=instance_bytes(self.segments, models))
                 self._send_status()  # first, so that the totals and the models' shares are of one moment
                 self.controller.send(answer)
+
+    def _move_down(self, asked: m.MoveDown) -> None:
+        models = [self.instances[name].model for name in asked.instances if name in self.instances]
+        segments = {segment.id: segment for model in models for segment in model.order}
+        left_nbytes = self.segments.forget_here(segments.values(), asked.instances)
+        self.memory.collect()
+        self._report()
+        self.controller.send(m.MovedDown(query=asked.query, left_nbytes=left_nbytes))
 
     def _keep(self, functions: list[tuple[str, int]]) -> None:
         self.functions.keep(functions)

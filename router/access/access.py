@@ -51,6 +51,7 @@ class Act(Enum):
     VERSIONS = "history"
     ROLLBACK = "rollback"
     PIN = "pin"
+    MOVE = "move"
     UNPIN = "unpin"
     STATUS = "status"
     LOAD_ADAPTER = "deploy lora"
@@ -95,6 +96,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.VERSIONS: "deploy",
     Act.ROLLBACK: "deploy",
     Act.PIN: "deploy",
+    Act.MOVE: "deploy",
     Act.UNPIN: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
@@ -132,6 +134,7 @@ ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
     Route(Act.SCHEMA, "GET", re.compile(r"/functions/([^/]+)/schema")),
     Route(Act.INFER, "POST", re.compile(r"/v2/models/(.+?)(?:/versions/[^/]+)?/infer")),
+    Route(Act.MOVE, "POST", re.compile(r"/v2/repository/models/(.+)/(?:un)?load")),
     Route(Act.INDEX, "POST", re.compile(r"/v2/repository/index")),
     Route(
         Act.INFERENCE,
@@ -181,6 +184,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Versions: Act.VERSIONS,
     a.Rollback: Act.ROLLBACK,
     a.Pin: Act.PIN,
+    a.MoveModel: Act.MOVE,
     a.ListJobs: Act.JOBS,
     a.AskJob: Act.JOBS,
     a.JobResult: Act.JOBS,

@@ -55,6 +55,7 @@ Called = (
     | a.Versions
     | a.Rollback
     | a.Pin
+    | a.MoveModel
     | a.ListJobs
     | a.AskJob
     | a.CancelJob
@@ -190,6 +191,16 @@ class Admin:
                     if answer.failure is not None:
                         raise HttpError(answer.failure)
                 return {"name": name, "pinned": pinned}
+            case a.MoveModel(name=name, to=to):
+                with self._audited(caller, act, f"{name} {to}"):
+                    await self._permit_seen(caller, act, name)
+                    answer = await self._asks.move(name, to)
+                    if answer is None:
+                        text = f"{name!r} was not moved in time: all GPUs compute, or the node is starting"
+                        raise HttpError(Failure(code="busy", status=503, text=text, retryable=True))
+                    if answer.failure is not None:
+                        raise HttpError(answer.failure)
+                return {"name": name, "to": to}
             case a.ListJobs(name=name):
                 await self._permit_informed(caller, act)
                 await self._jobs.knows_jobs()

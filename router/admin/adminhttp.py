@@ -23,6 +23,7 @@ from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.dashboard import pages
 from dormouse.router.dashboard.watch import Sampler
+from dormouse.router.front import openinference
 from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse, too_large
 from dormouse.router.front.recent import Kind
 from dormouse.schemas import admin as a
@@ -54,6 +55,9 @@ async def route(
         case Act.PIN | Act.UNPIN:
             pinned = entered.route.act is Act.PIN
             await x.answer_json(200, await admin.call(caller, a.Pin(name=name, pinned=pinned)))
+        case Act.MOVE:
+            await admin.call(caller, a.MoveModel(name=name, to=await openinference.wished(x)))
+            await x.answer_json(200, {})
         case Act.DEPLOY:
             await _deploy(admin, caller, x)
         case Act.LOGS:

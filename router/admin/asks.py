@@ -14,6 +14,8 @@ from dormouse.router.front.exchange import HttpError
 from dormouse.schemas import messages as m
 
 STATUS_TIMEOUT_S: Final = 5.0
+MOVE_TIMEOUT_S: Final = 50.0
+"""Of a model: stock clients give up after 60 s."""
 
 
 class Asks:
@@ -54,16 +56,22 @@ class Asks:
         """None if the controller does not say in time."""
         return await self._query(lambda query: m.AskPin(query=query, name=name, pinned=pinned))
 
+    async def move(self, name: str, to: str) -> m.Status | None:
+        """None if that takes too long."""
+        return await self._query(lambda query: m.AskMove(query=query, name=name, to=to), MOVE_TIMEOUT_S)
+
     async def usage(self, since_s: float) -> m.Status | None:
         """What functions have used; None if the controller does not say in time."""
         return await self._query(lambda query: m.AskUsage(query=query, since_s=since_s))
 
-    async def _query(self, question: Callable[[int], m.RouterToController]) -> m.Status | None:
+    async def _query(
+        self, question: Callable[[int], m.RouterToController], timeout_s: float = STATUS_TIMEOUT_S
+    ) -> m.Status | None:
         query = next(self._numbers)
         self._queries[query] = asyncio.get_running_loop().create_future()
         self._tell(question(query))
         try:
-            return await asyncio.wait_for(self._queries[query], STATUS_TIMEOUT_S)
+            return await asyncio.wait_for(self._queries[query], timeout_s)
         except TimeoutError:
             return None
         finally:

@@ -6,8 +6,9 @@ What is in a request or an answer is the function's instance's to understand (cl
 
 import re
 import time
+from collections.abc import AsyncIterator
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -17,7 +18,7 @@ from dormouse.router.access.doorkeeper import Pairs
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front import openapi
-from dormouse.router.front.exchange import JSON, Exchange, HttpError, refuse
+from dormouse.router.front.exchange import JSON, Exchange, HttpError, refuse, too_large
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.schemas import messages as m
 from dormouse.schemas.open_inference import ALL, ENCODINGS, InferenceKind, InferredKind
@@ -39,12 +40,19 @@ _MODEL: Final = re.compile(r"/v2/models/(.+?)(?:/versions/([^/]+))?(?:/(ready|co
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 
 
+class RepositoryMove(msgspec.Struct):
+    """``tier`` among the parameters: where to."""
+
+    parameters: dict[str, Any] = {}
+
+
 class RepositoryQuestion(msgspec.Struct):
     """``ready``: only those that are."""
 
     ready: bool = False
 
 
+_MOVE: Final = msgspec.json.Decoder(RepositoryMove)
 _QUESTION: Final = msgspec.json.Decoder(RepositoryQuestion)
 
 
@@ -161,6 +169,35 @@ def index(p: RouterState, caller: Caller, question: bytes) -> list[dict[str, str
         if state == "READY" or not asked.ready:
             rows.append({"name": name, "version": str(function.spec.version), "state": state, "reason": reason})
     return rows
+
+
+async def wished(x: Exchange) -> Literal["gpu", "host", "disk"]:
+    """Where a model is to be. Raises HttpError."""
+    loads = x.scope["path"].endswith("/load")
+    said = b"".join([piece async for piece in _pieces(x)])
+    try:
+        parameters = _MOVE.decode(said).parameters if said.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise refuse(400, "bad_body", f'the body is to be empty, or {{"parameters": {{...}}}}: {error}') from None
+    if found := [name for name in parameters if name == "config" or name.startswith("file:")]:
+        raise refuse(400, "unsupported", f"{found[0][:100]!r} is not taken here: `dormouse deploy` changes a function")
+    tier = parameters.get("tier", "gpu" if loads else "host")
+    if loads and tier == "gpu":
+        return "gpu"
+    if not loads and tier in ("host", "disk"):
+        return "host" if tier == "host" else "disk"
+    takes = "'gpu'" if loads else "'host' or 'disk'"
+    raise refuse(400, "invalid_value", f"tier is {str(tier)[:40]!r}; this takes {takes}")
+
+
+async def _pieces(x: Exchange) -> AsyncIterator[bytes]:
+    """Of a small body. Raises HttpError."""
+    nbytes = 0
+    while pieces := await x.read():
+        nbytes += sum(map(len, pieces))
+        if nbytes > QUESTION_NBYTES:
+            raise too_large(QUESTION_NBYTES, "of such a question")
+        yield b"".join(pieces)
 
 
 def _config(spec: m.FunctionSpec, tensors: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

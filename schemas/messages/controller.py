@@ -95,6 +95,16 @@ class AskPin(Message, frozen=True, kw_only=True, tag=16):
     pinned: bool
 
 
+class AskMove(Message, frozen=True, kw_only=True, tag=19):
+    """Bring this function's model "gpu", or have it leave GPUs ("host") and host memory too ("disk"); Status answers,
+    when that is so or cannot be.
+    """
+
+    query: int
+    name: str
+    to: str
+
+
 class Missed(Message, frozen=True, kw_only=True, tag=8):
     """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
     knows of none.
@@ -171,6 +181,7 @@ RouterToController = (
     | AskStatus
     | AskPolicy
     | AskPin
+    | AskMove
     | Missed
     | Quarantined
     | Lifted
@@ -341,8 +352,29 @@ class Metered(Message, frozen=True, kw_only=True, tag=12):
     uses: list[InstanceUse]
 
 
+class Unloaded(Message, frozen=True, kw_only=True, tag=13):
+    """The answer to DropModel: ``left_nbytes`` of the model stay. Other fields as in Done."""
+
+    query: int
+    left_nbytes: int
+    resident: list[tuple[str, int]]
+    stats: PoolStats
+
+
 ExecutorToController = (
-    Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad | Preloaded | Metered
+    Hello
+    | Done
+    | Pressed
+    | Violation
+    | Awake
+    | Trouble
+    | Idle
+    | Busy
+    | WantsTurn
+    | RuntimeLoad
+    | Preloaded
+    | Metered
+    | Unloaded
 )
 
 
@@ -398,4 +430,11 @@ class HostMetered(Message, frozen=True, kw_only=True, tag=5):
     held: list[HeldBytes]
 
 
-StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged | HostMetered
+class MovedDown(Message, frozen=True, kw_only=True, tag=6):
+    """The answer to MoveDown: so many bytes of the model stay in host memory."""
+
+    query: int
+    left_nbytes: int
+
+
+StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged | HostMetered | MovedDown

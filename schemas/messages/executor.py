@@ -94,7 +94,14 @@ class StopPreload(Message, frozen=True, kw_only=True, tag=9):
     """Give that up, if it is not over."""
 
 
-ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire | Preload | StopPreload
+class DropModel(Message, frozen=True, kw_only=True, tag=10):
+    """Drop the model that these instances have, as far as no seat and no other instance has it. Unloaded answers."""
+
+    query: int
+    instances: list[str]
+
+
+ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire | Preload | StopPreload | DropModel
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag=1):

@@ -21,7 +21,16 @@ class AskStore(Message, frozen=True, kw_only=True, tag=3):
     query: int
 
 
-ControllerToStore = StoreForget | Keep | AskStore
+class MoveDown(Message, frozen=True, kw_only=True, tag=4):
+    """Controller to store: have host memory forget the model that these instances have, as far as it is in files and
+    nobody else has it or copies from it.
+    """
+
+    query: int
+    instances: list[str]
+
+
+ControllerToStore = StoreForget | Keep | AskStore | MoveDown
 
 
 class AskPlace(Message, frozen=True, kw_only=True, tag=1):

@@ -260,3 +260,27 @@ def test_an_adapter_comes_alone_beside_its_base_and_joins_the_runtime_that_is_th
     assert played.runs("b")
     assert played.lease("b").runtime == "g"
     assert played.lease("b").missing_nbytes == {}
+
+
+def test_a_model_that_is_to_leave_does_so_but_for_what_others_have_or_use() -> None:
+    played = Preloading(granules=8, models="")
+    for name, segments in (("a", [(1, GRANULE), (2, GRANULE)]), ("b", [(2, GRANULE), (3, GRANULE)])):
+        played.do(e.InstanceAttached(name, "t"))
+        played.do(m.Manifest(instance=name, version=1, entries=[], segments=segments))
+        played.preload(name)
+        played.come(*(segment for segment, _ in segments))
+        played.end()
+
+    def unloaded(*names: str) -> tuple[int, dict[str, int]]:
+        played.do(m.DropModel(query=5, instances=list(names)))
+        (said,) = [each for each in played.controller if isinstance(each, m.Unloaded)]
+        played.controller.remove(said)
+        assert said.query == 5
+        return said.left_nbytes, dict(said.resident)
+
+    assert unloaded("a") == (GRANULE, {"a": GRANULE})  # "b" has the other half
+    assert played.runs("b")
+    assert unloaded("b")[0] == 2 * GRANULE  # its lease holds a seat
+    played.do(m.Revoke(serial=played.serials))
+    assert unloaded("a", "b") == (0, {"a": 0, "b": 0})
+    assert unloaded("nobody") == (0, {})

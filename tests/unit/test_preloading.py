@@ -426,3 +426,64 @@ def test_no_runtime_without_its_model() -> None:
     node.use("a", 30)
     node.lose(0, "chat")
     assert node.later(10 * PLAN_S) == []
+
+
+# --- what somebody waits for
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_what_somebody_waits_for_comes_to_an_idle_gpu_though_nobody_has_asked_for_it(preload: bool) -> None:
+    node = Node(policy=Policy(preload=preload))
+    node.model("a", 100)
+    node.do(ev.BringAsked("a", node.now_s + 50.0))
+    (order,) = node.orders
+    assert (order.gpu, order.instance, order.nbytes) == (0, "a", 100 * MB)
+    assert node.core.preload_worth(0, "a")["a"] == float("inf")
+    assert not node.core.is_on_gpu("a")
+    node.preloaded(order)
+    assert (node.core.is_on_gpu("a"), node.orders) == (True, [])
+    node.do(ev.BringAsked("a", node.now_s + 50.0))
+    assert node.orders == [], "it is there"
+
+
+def test_what_is_given_up_is_brought_again_until_nobody_waits() -> None:
+    node = Node(policy=Policy(preload=False))
+    node.model("a", 100)
+    node.model("b", 100)
+    (wake,) = [action for action in node.ask("b") if isinstance(action, ev.WakeOn)]
+    node.do(ev.BringAsked("a", node.now_s + 50.0))
+    assert node.orders == [], "somebody computes"
+    node.over(wake)
+    (order,) = node.orders
+    node.preloaded(order, "yielded")
+    (order,) = node.orders
+    node.preloaded(order, "refused")
+    assert node.orders == [], "who waits is told"
+    node.do(ev.BringAsked("a", node.now_s + 50.0))
+    (order,) = node.orders
+    node.now_s += 51.0
+    node.preloaded(order, "yielded")
+    assert node.orders == [], "it is too late"
+
+
+def test_what_is_pinned_does_not_leave_for_it() -> None:
+    node = Node(policy=Policy(preload=False))
+    node.model("a", 100)
+    node.model("b", 100)
+    node.do(ev.FunctionKnown("b", 1.0, 0.98, 1.0, pinned=True))
+    node.use("b")
+    node.do(ev.BringAsked("a", node.now_s + 50.0))
+    worth = node.core.preload_worth(0, "a")
+    assert list(worth) == ["a", "b"], "ascending: what comes is worth less than what is pinned"
+    assert worth["b"] >= worth["a"]
+
+
+def test_what_somebody_had_leave_comes_back_for_requests_alone() -> None:
+    node = lost()
+    node.do(ev.KeptAway("a", node.now_s + 600.0))
+    (order,) = node.later(10 * PLAN_S)
+    assert order.instance == "b"
+    node.preloaded(order, "there")
+    assert node.later(100 * PLAN_S) == []
+    node.use("a")
+    assert node.core.is_on_gpu("a")

@@ -398,6 +398,23 @@ def test_what_is_moved_down_is_oldest_in_a_file_and_not_pinned() -> None:
     books.check()
 
 
+def test_one_model_moves_down_where_others_do_not_have_it() -> None:
+    books, spans = Segments(1), numbered()
+    made = [books.settle(512, "s", next(spans), bytes([number])) for number in range(4)]
+    for segment in made:
+        books.hold(segment, "i")
+        books.hold(segment, ("f", 1))
+    books.hold(made[1], "j")
+    for segment in made[:3]:
+        books.mark_filed(segment)
+    books.pin(made[2])
+    assert books.forget_here(made, ["i"]) == 3 * 512  # another's, one that is copied, one that is in no file
+    assert [segment.span is None for segment in made] == [True, False, False, False]
+    books.unpin(made[2])
+    assert books.forget_here(made, ["i", "j"]) == 512
+    books.check()
+
+
 def test_an_upload_is_the_host_copy_of_what_was_only_in_a_file() -> None:
     books, spans = Segments(100), numbered()
     segment = books.restore(b"f", 512, "s")

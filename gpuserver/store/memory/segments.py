@@ -15,6 +15,7 @@ files are to go).
 
 import itertools
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from dormouse.gpuserver.store.memory.slabs import SlabSpan
@@ -227,6 +228,16 @@ class Segments:
             if not segment.pins and self.is_filed(segment):
                 moved += self._drop_span(segment)
         return moved
+
+    def forget_here(self, segments: Iterable[Segment], holders: Collection[Holder]) -> int:
+        """The same of these, where only ``holders`` have them; returns how many bytes are still in host memory."""
+        left_nbytes = 0
+        for segment in segments:
+            alone = all(holder in holders or not isinstance(holder, str) for holder in segment.holders)
+            if segment.span is not None and alone and not segment.pins and self.is_filed(segment):
+                self._drop_span(segment)
+            left_nbytes += segment.nbytes if segment.span is not None else 0
+        return left_nbytes
 
     def unfiled(self, nbytes: int) -> list[Segment]:
         """The least recently used segments that could be moved down if they were in a file, ``nbytes`` of them."""

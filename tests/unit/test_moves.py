@@ -1,0 +1,52 @@
+"""Models that somebody waits for to be moved: each is answered once, when all have said that it is so."""
+
+from dormouse.controller import moves
+from dormouse.controller.moves import MOST, ModelLeaves, ModelMoves
+
+
+def test_all_who_wait_for_a_model_are_told_at_once() -> None:
+    known = ModelMoves()
+    for query, name in ((1, "a"), (2, "b"), (3, "a")):
+        known.brings(query, name)
+    assert known.bringing == {"a", "b"}
+    assert known.brought("a") == [1, 3]
+    assert known.brought("a") == []
+    assert known.bringing == {"b"}
+
+
+def test_a_model_has_left_when_all_gpus_have_said_so() -> None:
+    known = ModelMoves()
+    known.leaves(1, ModelLeaves("a", ["i"], {0, 1}, down=False))
+    assert known.left_gpu(1, 0, 0) is None
+    gone = known.left_gpu(1, 1, 7)
+    assert gone is not None
+    assert (gone.function, gone.left_nbytes) == ("a", 7)
+    assert known.left_gpu(1, 1, 0) is None, "it was answered"
+
+
+def test_what_stays_on_a_gpu_stays_in_host_memory() -> None:
+    known = ModelMoves()
+    for query, left_nbytes in ((1, 0), (2, 5)):
+        known.leaves(query, ModelLeaves("a", ["i"], {0}, down=True))
+        assert known.left_gpu(query, 0, left_nbytes) is not None
+    assert known.left_host(1) is not None
+    assert known.left_host(1) is None
+    assert known.left_host(2) is None
+
+
+def test_there_are_not_too_many() -> None:
+    known = ModelMoves()
+    for query in range(MOST + 1):
+        known.brings(query, f"f{query}")
+        known.leaves(query, ModelLeaves("a", [], {0}, down=False))
+    assert len(known.bringing) == MOST
+    assert known.left_gpu(0, 0, 0) is None
+    assert known.left_gpu(1, 0, 0) is not None
+
+
+def test_why_it_is_not_so() -> None:
+    assert moves.in_use("a", 0, "on a GPU") is None
+    stays = moves.in_use("a", 3, "on a GPU")
+    assert stays is not None
+    assert (stays.status, stays.code, stays.retryable) == (409, "in_use", True)
+    assert (moves.no_room("a", "refused").status, moves.no_room("a", "failed").status) == (507, 503)
