@@ -982,7 +982,7 @@ class World:
                 raise AssertionError("no language model is here")
             case o.StopBringing(serial=serial):
                 self.stop_ahead(serial)
-            case m.Preloaded():
+            case m.Preloaded() | m.Unloaded():
                 self.to_controller.append(effect)
             case _:
                 self._order(effect)
