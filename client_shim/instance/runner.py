@@ -128,6 +128,9 @@ def _nothing() -> None:
 def coroutine_function(make: Callable[[], UserFunction]) -> UserFunction:
     """One of which an instance can have many requests at once. Raises LoadFailure."""
     function = make()
+    if inspect.isasyncgenfunction(function.handle):
+        text = "handle yields, but with --concurrency answers come whole: return one, or leave --concurrency out"
+        raise LoadFailure("no_coroutine", text)
     if not inspect.iscoroutinefunction(function.handle):
         text = "with --concurrency, handle must be a coroutine function: async def handle(state, request)"
         raise LoadFailure("no_coroutine", text)
@@ -139,6 +142,9 @@ def batch_function(make: Callable[[], UserFunction]) -> UserFunction:
     function = make()
     if function.handle_batch is None or inspect.iscoroutinefunction(function.handle_batch):
         text = "with --batch, define handle_batch(state, requests), which returns a list: def, and not async def"
+        raise LoadFailure("no_handle_batch", text)
+    if inspect.isgeneratorfunction(function.handle_batch) or inspect.isasyncgenfunction(function.handle_batch):
+        text = "handle_batch yields, but answers of a batch come whole: return a list of one result for each request"
         raise LoadFailure("no_handle_batch", text)
     return function
 
