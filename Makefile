@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
-.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-llm gpu-bundle docs check clean
+.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-llm gpu-bundle docs dist check clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
@@ -53,6 +53,10 @@ gpu gpu-papers gpu-more gpu-llm:
 	@test -x "$$(command -v $(PYTHON_GPU))" || { echo '$(PYTHON_GPU) is not there: make $@ PYTHON_GPU=...'; exit 1; }
 	status=0; $(PYTHON_GPU) scripts/gpu --out build/$@ $(patsubst gpu-%,--%,$(filter-out gpu,$@)) || status=$$?; \
 	  test ! -f build/$@/report.md || $(PYTHON_GPU) scripts/gpu --record build/$@; exit $$status
+
+# The wheel and the sdist, in build/dist, and a try of them in an environment of their own.
+dist: $(DEV)
+	TORCH_INDEX='$(TORCH_INDEX)' scripts/dist $(PYTHON) $(TORCH)
 
 # For a machine that has a GPU and no package index.
 gpu-bundle: $(DEV)

@@ -1,6 +1,7 @@
 """A node under a service manager: what its supervisor says, and that nobody else of the node can say it."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,28 @@ def test_it_says_that_it_is_ready_lives_and_stops(tmp_path: Path, monkeypatch: p
         while not left or left[-1] != "STOPPING=1":
             left.append(manager.recv(4096).decode())
         assert set(left[:-1]) <= {"WATCHDOG=1", said[-1]}
+
+
+def test_a_node_that_takes_over_is_the_main_process_and_says_so_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(60)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "30000000")
+        with running_node("[gpu]\ncount = 1\n") as node:
+            with ThreadPoolExecutor(1) as pool:  # who hears the manager's socket keeps it from filling
+                replacing = pool.submit(node.replace)
+                said: list[str] = []
+                while not any(text.startswith("MAINPID=") for text in said):
+                    said.append(manager.recv(4096).decode())
+                replacing.result()
+            ready = f"READY=1\nSTATUS=all processes are up, port {node.port}"
+            assert node.process is not None
+            assert said[-1] == f"MAINPID={node.process.pid}"
+            assert set(said[:-1]) == {"WATCHDOG=1", ready}
+            after: list[str] = []
+            while not {ready, "WATCHDOG=1"} <= set(after):  # from the new one: the old one has ended
+                after.append(manager.recv(4096).decode())
+            assert set(after) == {ready, "WATCHDOG=1"}

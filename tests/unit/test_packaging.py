@@ -95,9 +95,27 @@ def test_constraints_are_exact_and_meet_the_bounds() -> None:
             assert exact, f"{line!r} is not an exact pin"
             pins[name.lower().replace("_", "-")] = pin
     extras = PROJECT["project"]["optional-dependencies"]
-    for text in [*PROJECT["project"]["dependencies"], *extras["hf"], *extras["cuda"], *extras["dev"]]:
+    for text in [
+        *PROJECT["project"]["dependencies"],
+        *extras["hf"],
+        *extras["cuda"],
+        *extras["plot"],
+        *extras["client"],
+        *extras["dev"],
+    ]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[requirement.name.lower()]), text
+
+
+def test_there_is_an_extra_for_each_cuda() -> None:
+    from packaging.requirements import Requirement
+
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert extras["cuda"] == extras["cuda13"]
+    (twelve,), (thirteen,) = extras["cuda12"], extras["cuda13"]
+    versions = ("12.8.0", "12.9.10", "13.0.3", "13.5.0", "14.0.0")
+    found = [[version in Requirement(each).specifier for version in versions] for each in (twelve, thirteen)]
+    assert found == [[False, True, False, False, False], [False, False, True, True, False]]
 
 
 def test_each_function_that_the_page_of_a_request_links_is_there() -> None:
