@@ -79,7 +79,7 @@ class Router(Actor):
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
         counts, limits_of_tenants = ServedCounts(self._tell), TenantLimits(config.tenants)
-        drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.begun)
+        drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.runs.begun)
         self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
         self.jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
@@ -174,7 +174,7 @@ class Router(Actor):
     async def _leave(self, within_s: float) -> None:
         """All that was asked here is answered, as far as that does not take too long."""
         assert self._http is not None, "nobody is told before the start"
-        self.jobs.pause()
+        self.jobs.runs.pause()
         try:
             async with asyncio.timeout(within_s):
                 await self._http.leave()

@@ -203,17 +203,17 @@ class Admin:
                 return {"name": name, "to": to}
             case a.ListJobs(name=name):
                 await self._permit_informed(caller, act)
-                await self._jobs.knows_jobs()
-                return orjson.loads(self._jobs.listed(caller, name))
+                await self._jobs.kept.knows_jobs()
+                return orjson.loads(self._jobs.kept.listed(caller, name))
             case a.AskJob(wait_s=wait_s):
                 job = await self._job(caller, act)
                 if wait_s and job.state is not JobState.ENDED:
-                    await self._jobs.ended(job, min(wait_s, MOST_WAIT_S))
-                return orjson.loads(self._jobs.told(job))
+                    await self._jobs.kept.ended(job, min(wait_s, MOST_WAIT_S))
+                return orjson.loads(self._jobs.kept.told(job))
             case a.CancelJob():
                 job = await self._job(caller, act)
                 await self._jobs.cancel(job)
-                return orjson.loads(self._jobs.told(job))
+                return orjson.loads(self._jobs.kept.told(job))
             case a.RecentRequests(name=name):
                 await (self._permit_seen(caller, act, name) if name else self._permit_informed(caller, act))
                 return {"requests": self._last(caller, act)}
@@ -233,10 +233,10 @@ class Admin:
                     drain = self._requests.drain
                     if undo:
                         drain.undo()
-                        self._jobs.resume()
+                        self._jobs.runs.resume()
                     else:
                         drain.begin()
-                    self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.begun)
+                    self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.runs.begun)
                 return {"drained": False if undo else await drain.ended()}
             case a.OpenDashboard():
                 with self._audited(caller, act, ""):
@@ -463,7 +463,7 @@ class Admin:
         labels = Labels(f"c{self._node.epoch}-{next(self._numbers)}", trace)  # of a command
         if act.detach:
             job, _ = await self._jobs.take(KeptRequest(act.name, "", labels, "", True), body)
-            yield a.Said(data=self._jobs.told(job))
+            yield a.Said(data=self._jobs.kept.told(job))
             return
         request, future = self._requests.submit(act.name, body, labels=labels)
         try:
@@ -485,22 +485,22 @@ class Admin:
     async def _job(self, caller: Caller, act: a.AskJob | a.JobResult | a.CancelJob) -> Job:
         """Raises HttpError."""
         await self._permit_informed(caller, act)
-        await self._jobs.knows_jobs()
-        return self._jobs.find(caller, act.id)
+        await self._jobs.kept.knows_jobs()
+        return self._jobs.kept.find(caller, act.id)
 
     async def result(self, caller: Caller, act: a.JobResult) -> AsyncGenerator[a.Said, None]:
         """A job's answer. Raises HttpError, also with what the job failed with."""
         job = await self._job(caller, act)
         if job.state is not JobState.ENDED:
             raise refuse(409, "not_ended", f"job {job.id} has not ended: wait for it, or cancel it")
-        result = await self._jobs.answer(job)
+        result = await self._jobs.kept.answer(job)
         if result.status >= 400:
             text = str(orjson.loads(result.body)["error"]["message"])
             raise HttpError(Failure(code=result.code, status=result.status, text=text))
         yield a.Said(data=result.body, kind="" if result.kind == "application/json" else result.kind)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return overview.functions(self._picture, self._requests.stats, self._jobs.book.words)
+        return overview.functions(self._picture, self._requests.stats, self._jobs.kept.book.words)
 
     @contextmanager
     def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:

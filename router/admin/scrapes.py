@@ -131,7 +131,7 @@ class Scrapes:
                 overview.own(stats, function.spec),
                 now_s,
                 now_s - self._began_s,
-                self._node.jobs.book.words(name, function.spec.tenant),
+                self._node.jobs.kept.book.words(name, function.spec.tenant),
             )
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)

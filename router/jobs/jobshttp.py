@@ -39,7 +39,7 @@ class JobsHttp:
             applied = (b"preference-applied", b"respond-async")
             await self._say(x, 202 if job.state is not JobState.ENDED else 200, job, applied)
             return
-        result = await self._while_there(x, self._jobs.ended(job, None))
+        result = await self._while_there(x, self._jobs.kept.ended(job, None))
         if result is None:
             raise refuse(507, "not_kept", "the node cannot keep this request, and has not run it; see its router's log")
         replayed = [(b"idempotency-replayed", b"true")] if again else []
@@ -47,30 +47,30 @@ class JobsHttp:
 
     async def route(self, x: Exchange, entered: Entered) -> None:
         """``GET /jobs``, ``GET`` and ``DELETE /jobs/ID``, ``GET /jobs/ID/result``. Raises HttpError."""
-        await self._jobs.knows_jobs()
+        await self._jobs.kept.knows_jobs()
         if not entered.name:
-            await x.answer(200, self._jobs.listed(entered.caller))
+            await x.answer(200, self._jobs.kept.listed(entered.caller))
             return
-        job = self._jobs.find(entered.caller, entered.name)
+        job = self._jobs.kept.find(entered.caller, entered.name)
         if entered.route.act is Act.CANCEL:
             await self._jobs.cancel(job)
             await self._say(x, 200, job)
             return
         wish = wished(x.scope["headers"])
         if wish.wait_s and job.state is not JobState.ENDED:
-            await self._while_there(x, self._jobs.ended(job, wish.wait_s))
+            await self._while_there(x, self._jobs.kept.ended(job, wish.wait_s))
         if not x.scope["path"].endswith("/result"):
             await self._say(x, 200, job)
         elif job.state is not JobState.ENDED:
             await self._say(x, 202, job)
         else:
-            result = await self._jobs.answer(job)
+            result = await self._jobs.kept.answer(job)
             await x.answer(result.status, result.body, result.headers, result.kind.encode("latin-1"))
 
     async def _say(self, x: Exchange, status: int, job: Job, *headers: tuple[bytes, bytes]) -> None:
         more = (_AGAIN,) if job.state is not JobState.ENDED else ()
         location = (b"location", f"/jobs/{job.id}".encode())
-        await x.answer(status, self._jobs.told(job), [location, *more, *headers])
+        await x.answer(status, self._jobs.kept.told(job), [location, *more, *headers])
 
     async def _while_there(self, x: Exchange, wait: Coroutine[Any, Any, Result | None]) -> Result | None:
         """What the client waits for. Raises CancelledError if it leaves; the job goes on."""

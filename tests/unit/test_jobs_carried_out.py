@@ -19,7 +19,8 @@ from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.jobs.book import Job, JobState
-from dormouse.router.jobs.jobs import AT_ONCE, Jobs, KeptRequest
+from dormouse.router.jobs.jobs import Jobs, KeptRequest
+from dormouse.router.jobs.runs import AT_ONCE
 from dormouse.schemas import messages as m
 
 
@@ -70,9 +71,9 @@ def test_the_rest_of_the_router_ends_in_order_where_jobs_cannot_be_kept(tmp_path
         node = Node(tmp_path / "not there", loaded().policy.picture)
         jobs = Jobs(node)
         jobs.open()
-        await jobs.knows_jobs()
-        jobs.book.add(Job("1", "f", "a", 1000.0, 5))
-        assert jobs.book.next(lambda _: 1, 0.0) is not None
+        await jobs.kept.knows_jobs()
+        jobs.kept.book.add(Job("1", "f", "a", 1000.0, 5))
+        assert jobs.kept.book.next(lambda _: 1, 0.0) is not None
         await jobs.stop()
         return node
 
@@ -87,7 +88,7 @@ def test_a_function_has_as_many_jobs_as_it_can_have_open(tmp_path: Path) -> None
         return asyncio.run(_room(Node(tmp_path, picture)))
 
     async def _room(node: Node) -> int:
-        return Jobs(node)._room("f")
+        return Jobs(node).runs.room("f")
 
     assert [room(), room(concurrency=4), room(batch=3), room(concurrency=32)] == [2, 5, 7, 1 + AT_ONCE]
     assert room(serving=False) == 1
@@ -126,18 +127,18 @@ def test_answers_of_jobs_count_as_bodies_do_until_they_are_kept(tmp_path: Path) 
         await until(lambda: bool(node.arrived))
         (arrived,) = node.arrived
         assert isinstance(arrived, e.Arrived)
-        most = jobs.book.limits.begun_nbytes
+        most = jobs.kept.book.limits.begun_nbytes
         told = list[tuple[int, int]]()
         node.requests.begun(e.BeginStream(arrived.request, m.SSE, e.Timing()))
         for nbytes in (5, most - 5):
             node.requests.passed([(arrived.request, bytes(nbytes))])
             await until(lambda: bodies.taken_nbytes > (told[-1][0] if told else 0))
-            told.append((bodies.taken_nbytes, jobs._room("f")))
-        ended = asyncio.ensure_future(jobs.ended(job, None))
+            told.append((bodies.taken_nbytes, jobs.runs.room("f")))
+        ended = asyncio.ensure_future(jobs.kept.ended(job, None))
         node.requests.settle(e.Drop(arrived.request))
         await ended
         await until(lambda: not bodies.taken_nbytes)
-        told.append((bodies.taken_nbytes, jobs._room("f")))
+        told.append((bodies.taken_nbytes, jobs.runs.room("f")))
         await jobs.stop()
         return told
 
@@ -174,8 +175,8 @@ def test_a_clock_that_is_set_ends_no_job_and_keeps_none_for_ever(
         node = Node(tmp_path, loaded().policy.picture)
         jobs = Jobs(node)
         jobs.open()
-        await jobs.knows_jobs()
-        (job,) = jobs.book.jobs.values()
+        await jobs.kept.knows_jobs()
+        (job,) = jobs.kept.book.jobs.values()
         await jobs.stop()
         return job.tried_until_s - time.monotonic()
 
