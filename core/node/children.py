@@ -16,29 +16,15 @@ from typing import Final
 from dormouse.core import openmp
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.node import procfs
+from dormouse.core.node.roles import MODULES, kind
 from dormouse.core.standby import NEXT, STANDBY_FD, TURN
 from dormouse.core.startup import END_INSTANCES
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 
-MODULES: Final = {
-    "controller": "dormouse.controller.main",
-    "store": "dormouse.gpuserver.store",
-    "router": "dormouse.router.main",
-    "metrics": "dormouse.router.metrics.main",
-    "traces": "dormouse.router.traces.main",
-    "zygote": "dormouse.core.sandbox.zygote",
-    "gpu": "dormouse.gpuserver.executor.main",
-}
-
 ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
 operand's memory in pieces."""
-
-
-def kind(role: str) -> str:
-    """The kind of a role: "gpu" of "gpu1", "zygote" of "zygote.NAME"."""
-    return role.partition(".")[0].rstrip("0123456789")
 
 
 class RunningRole:

@@ -1,7 +1,7 @@
 """How often a node's processes have died, and for how long one that is replaced alone then waits. Pure: no I/O, no
 clock.
 
-What a death means for the other processes is the supervisor's to say.
+What a death means for the other processes is in deaths.py.
 """
 
 from collections import deque
