@@ -95,11 +95,12 @@ def as_baseline(models: Sequence[ModelSpec], policy: Policy, origin: str) -> lis
 
 
 def _as_baseline(spec: ModelSpec, policy: Policy, origin: str) -> ModelSpec:
-    if spec.llm is not None and isinstance(policy, SimulatedPolicy) and (policy.native or policy.drop_ms):
+    if isinstance(policy, SimulatedPolicy) and (policy.native or policy.drop_ms) and (spec.llm or spec.batch):
         key = "native" if policy.native else "drop_ms"
+        what = "has batches" if spec.llm is None else "is a language model"
         raise ConfigError(
-            f"{origin}: {spec.name} is a language model, and the policy has {key}, which is for functions only; use "
-            "another policy"
+            f"{origin}: {spec.name} {what}, and the policy has {key}, which is for functions with single requests "
+            "only; use another policy"
         )
     if PLACEMENT_CLASSES[policy.placement].binds:
         spec = msgspec.structs.replace(spec, nbytes=spec.nbytes + spec.activation_nbytes, activation_nbytes=0)

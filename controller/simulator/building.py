@@ -9,6 +9,7 @@ from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.adapters import read_adapter
 from dormouse.controller.simulator.streams.reading import read_llm
 from dormouse.controller.simulator.tree import (
+    MAX_BATCH,
     MAX_GPUS,
     MAX_INSTANCES,
     Arrivals,
@@ -123,6 +124,9 @@ def read_model(
         base_nbytes=int(shared * nbytes),
         segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
         instances=model.instances,
+        batch=model.batch,
+        batch_wait_s=seconds("batch_wait", model.batch_wait),
+        per_request_s=_per_request_s(check, at, model, run_s),
         idempotent=model.idempotent,
         native_nbytes=native_nbytes,
         native_run_s=seconds("native_run", model.native_run),
@@ -134,6 +138,25 @@ def read_model(
         peer_extra_s=_extra_s(check, f"{at}.peer_wake", model.peer_wake, run_s, nbytes, peer_bps),
         tenant=model.tenant,
     )
+
+
+def _per_request_s(check: Checks, at: str, model: ModelSection, run_s: float) -> float:
+    """Without ``per_request`` a batch takes as long as its requests one by one."""
+    check.need(
+        0 <= model.batch <= MAX_BATCH, f"{at}.batch", model.batch, f"write 1 to {MAX_BATCH} requests, or leave it out"
+    )
+    if not model.batch:
+        for key, value in (("batch_wait", model.batch_wait), ("per_request", model.per_request)):
+            check.need(value == "", f"{at}.{key}", repr(value), "write batch = 8, or leave it out")
+        return 0.0
+    for key, written in (("host", model.host != ""), ("instances", model.instances > 1)):
+        check.need(not written, f"{at}.{key}", getattr(model, key), "leave it out: that is not simulated with batch")
+    if model.per_request == "":
+        return run_s
+    per_request_s = check.seconds(f"{at}.per_request", model.per_request)
+    more = f"one request takes {run_s * 1000:g}ms (run) in all: write at most that"
+    check.need(per_request_s <= run_s, f"{at}.per_request", repr(model.per_request), more)
+    return per_request_s
 
 
 def _shared(check: Checks, at: str, model: ModelSection) -> float:

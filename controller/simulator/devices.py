@@ -20,8 +20,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``idempotent``: a request that is lost is asked once more. ``runs_s``: measured run times, of which each request has
     one by the seed, where ``run_s`` is their mean. The others are for baselines.py: memory and run time of a
     process of its own, how long one takes to start, and how long a wake allocates memory. ``instances`` of each
-    function may run at once, each on a GPU of its own; they are there from the beginning. ``llm``: it is a language
-    model; then ``run_s`` is a stream of mean lengths, alone.
+    function may run at once, each on a GPU of its own; they are there from the beginning. ``batch``: its requests come
+    in batches of so many at most (0: one by one), which wait for more for ``batch_wait_s`` and take ``per_request_s``
+    for each after the first, for which ``run_s`` is. ``llm``: it is a language model; then ``run_s`` is a stream of
+    mean lengths, alone.
     """
 
     name: str
@@ -40,6 +42,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     cold_start_s: float = 0.0
     allocate_s: float = 0.0
     instances: int = 1
+    batch: int = 0
+    batch_wait_s: float = 0.0
+    per_request_s: float = 0.0
     segment_nbytes: int = 0
     llm: LlmSpec | None = None
     tenant: str = "default"

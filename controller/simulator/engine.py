@@ -29,6 +29,7 @@ from dormouse.controller.simulator.agenda import (
     Agenda,
 )
 from dormouse.controller.simulator.baselines import SimulatedPolicy
+from dormouse.controller.simulator.batches import BatchLines
 from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.executors import Executors
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
@@ -110,6 +111,11 @@ class Simulation:
         elif baseline.native:
             colds_s = [spec.cold_start_s for spec in models]
             self._front = Starts(baseline.keep_alive, colds_s, agenda, self._ask, self._process_ends)
+        self._lines: BatchLines | None = None
+        if any(spec.batch for spec in models):
+            assert self._front is None, "another front"
+            assert not baseline.drop_ms, "single requests are dropped, no batches"
+            self._front = self._lines = BatchLines(models, self._names, agenda, self._ask, self._tell, self._due_s)
         self._after_s = 0.0 if self._front is None else self._front.after_s
         # of requests nothing is to be remembered
         self._plain = self._front is None and not self._instances.several and self._serving is None
@@ -278,28 +284,35 @@ class Simulation:
             if function in self._dropped:
                 return
             self._agenda.put(self._agenda.now_s + self._drop_s, DROPS, request)
-        within_s = self._deadlines_s[function] if request >= self._warm else WARM_DEADLINE_S
         name = self._names[function]
         if not self._plain:
             name = self._instances.take(name, request)
-        self._tell(ev.Asked(request, name, self._arrived[request] + within_s, 1))
+        self._tell(ev.Asked(request, name, self._due_s(request), 1))
+
+    def _due_s(self, request: int) -> float:
+        """When it is to be answered."""
+        within_s = self._deadlines_s[self._who[request]] if request >= self._warm else WARM_DEADLINE_S
+        return self._arrived[request] + within_s
 
     def _tell(self, event: ev.Event) -> None:
         core, now = self.executors.core, self._agenda.now_s
         for action in core.handle(event, now):
             if type(action) is ev.WakeOn:
+                if action.requests and self._lines is not None:
+                    self._lines.granted(action.request, action.requests)
                 self._wake(action)
             elif type(action) is ev.FinishLease:
                 request = action.request
                 if self._serving is not None and self._serving.finished(request):
                     continue
-                self.latency_s[request] = now - self._arrived[request] + self._after_s
+                for each in (request,) if self._lines is None else self._lines.leave(request):
+                    self.latency_s[each] = now - self._arrived[each] + self._after_s
                 if not self._plain:
                     self._over(request, False)
             elif type(action) is ev.LoseLease:
                 if self._serving is not None and self._serving.lost(action.request):
                     continue
-                self._lost.append(action.request)
+                self._lost += (action.request,) if self._lines is None else self._lines.leave(action.request)
                 self._instances.free(action.request)
             elif type(action) is ev.RefuseAsk:
                 if self._serving is not None and self._serving.refused(action.request):
@@ -338,7 +351,8 @@ class Simulation:
         instances = self.executors.lost(gpu)
         front = self._front
         if front is not None:
-            front.gpu_lost([self._names.index(instance) for instance in instances])
+            known = set(self._names)  # without other instances than the first
+            front.gpu_lost([self._names.index(instance) for instance in instances if instance in known])
         self._tell(ev.ExecutorDown(gpu))
         if self._serving is not None:
             self._serving.resume()

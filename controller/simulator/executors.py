@@ -126,7 +126,7 @@ class Executors:
                 self.turns.compute(lease)
                 return
         elif self.turns is not None:
-            self.turns.begin(lease, self._run_s(lease.spec))
+            self.turns.begin(lease, self._run_s(lease))
         self._queue(gpu, lease)
 
     def leave(self, lease: SimulatedLease) -> None:
@@ -198,7 +198,7 @@ class Executors:
         if not lease.missing or not self._copies:
             self._arrived(gpu, lease)
             if self.turns is None:
-                self._agenda.put(now + self._run_s(lease.spec) + lease.moved_s, ENDED, lease)
+                self._agenda.put(now + self._run_s(lease) + lease.moved_s, ENDED, lease)
             else:
                 self.turns.compute(lease)
         elif self._allocate:
@@ -212,8 +212,9 @@ class Executors:
         for segment, _, _ in lease.missing:
             gpu.residency.arrived(segment)
 
-    def _run_s(self, spec: ModelSpec) -> float:
-        return self._runs.choice(spec.runs_s) if spec.runs_s else spec.run_s
+    def _run_s(self, lease: SimulatedLease) -> float:
+        spec, more = lease.spec, max(0, lease.wake.requests - 1)
+        return (self._runs.choice(spec.runs_s) if spec.runs_s else spec.run_s) + more * spec.per_request_s
 
     # --- turns
 
@@ -239,7 +240,7 @@ class Executors:
         wake, spec = lease.wake, lease.spec
         gpu = wake.lease.gpu
         if self.turns is None:
-            lease.runs_until_s = self._agenda.now_s + self._run_s(spec)
+            lease.runs_until_s = self._agenda.now_s + self._run_s(lease)
         missing, peer = sum([nbytes for _, _, nbytes in lease.missing]), 0
         back = lease.seat is not None and lease.seat.rested  # it had all of it before
         if wake.peers and not back and self._topology.peer(wake.peers[0], gpu) > self._topology.host_bps:

@@ -19,6 +19,9 @@ MAX_SEED: Final = 1 << 63
 MAX_INSTANCES: Final = 64
 """Of one function, each on a GPU of its own: a node has no more GPUs."""
 
+MAX_BATCH: Final = 128
+"""As `dormouse deploy --batch` allows."""
+
 Size = str | int
 Time = str | int | float
 
@@ -94,6 +97,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
     cold_start: Time = ""
     allocate: Time = ""
     instances: int = 1
+    batch: int = 0
+    batch_wait: Time = ""
+    per_request: Time = ""
     segment: Size = "256MB"
     llm: LlmSection | None = None
     tenant: str = "default"

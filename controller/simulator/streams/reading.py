@@ -32,6 +32,9 @@ FOREIGN: Final = {
     "cold_start": ("", "processes with language models are not simulated"),
     "allocate": ("", "memory of language models is not allocated for each wake"),
     "instances": (1, "a language model has one"),
+    "batch": (0, "its streams are in one batch anyway"),
+    "batch_wait": ("", "write policy.batching, with which streams wait for others"),
+    "per_request": ("", "the steps say how long a request takes"),
 }
 """Keys of other models, with what they are if nobody has written them, and why not."""
 
