@@ -16,6 +16,7 @@ from dormouse.core.node import (
     cli_bench,
     cli_completion,
     cli_cost,
+    cli_deploy,
     cli_dev,
     cli_functions,
     cli_keys,
@@ -49,7 +50,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 for command in (
     *(cli_node.up, cli_node.down, cli_node.drain, cli_node.status, cli_node.policy, cli_node.doctor),
     *(
-        cli_functions.deploy,
+        cli_deploy.deploy,
         cli_functions.ls,
         cli_functions.invoke,
         cli_functions.logs,

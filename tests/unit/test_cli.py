@@ -27,7 +27,7 @@ from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node import adminclient, cli, cli_frame, cli_functions, doctor, nodeprocess
+from dormouse.core.node import adminclient, cli, cli_deploy, cli_frame, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.statusview import OVERVIEW
 from dormouse.core.output import size, table
@@ -596,7 +596,7 @@ def test_deploy_says_which_hidden_files_stay(dormouse: Any, node: Node, tmp_path
 
 
 def test_every_setting_is_an_option_of_deploy() -> None:
-    options = {option.name for option in cli_functions.deploy.params}
+    options = {option.name for option in cli_deploy.deploy.params}
     assert set(a.Settings.__struct_fields__) <= options
 
 
