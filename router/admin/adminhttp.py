@@ -128,7 +128,7 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         raise refuse(400, "bad_request", str(error), close=True) from None
     except ValueError:
         raise refuse(411, "bad_request", "say the archive's length: Content-Length", close=True) from None
-    async with admin.deploying(caller, act) as deploying:
+    async with admin.deploys.deploying(caller, act) as deploying:
         await deploying.unpack(nbytes, _pieces(x))
         answer = await deploying.finish()
     await x.answer_json(200, answer)
@@ -204,7 +204,7 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
         raise refuse(400, "bad_request", f"tail is {lines!r}; write a number of lines")
     since_s = _since(query.get("since", ["0"])[0])
     act = a.Logs(name=name, lines=int(lines), follow=follow, since_s=since_s)
-    async with aclosing(admin.logs(caller, act)) as pieces:
+    async with aclosing(admin.logs.pieces(caller, act)) as pieces:
         first = await anext(pieces)  # what is refused is refused before the answer begins
         if not follow:
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")

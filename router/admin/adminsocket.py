@@ -114,14 +114,14 @@ class AdminSocket:
                     body = await _body(fds, self._node.requests.body_nbytes, self._node.requests.bodies)
                 finally:
                     close_all(fds)
-                await self._tell(connection, self._admin.invoke(caller, act, body))
+                await self._tell(connection, self._admin.invoking.invoke(caller, act, body))
             case a.JobResult():
-                await self._tell(connection, self._admin.result(caller, act))
+                await self._tell(connection, self._admin.invoking.result(caller, act))
             case a.AskJob() | a.Drain():
                 answer = await self._until_gone(connection, self._admin.call(caller, act))
                 await _answer(connection, orjson.dumps(answer))
             case a.Logs():
-                pieces = self._admin.logs(caller, act)
+                pieces = self._admin.logs.pieces(caller, act)
                 await self._tell(connection, (a.Said(data=piece) async for piece in pieces))
             case a.Files() | a.Finish():
                 raise _out_of_place()
@@ -129,7 +129,7 @@ class AdminSocket:
                 await _answer(connection, orjson.dumps(await self._admin.call(caller, act)))
 
     async def _deploy(self, connection: Connection, caller: Caller, act: a.Deploy) -> None:
-        async with self._admin.deploying(caller, act) as deploying:
+        async with self._admin.deploys.deploying(caller, act) as deploying:
             await _say(connection, a.Taken())
             while True:
                 async with asyncio.timeout(SILENT_S):
@@ -146,7 +146,7 @@ class AdminSocket:
                 finally:
                     close_all(fds)
                 await _say(connection, a.Taken())
-            with self._admin.printed(act.name) if act.logs else nullcontext() as printed:
+            with self._admin.logs.printed(act.name) if act.logs else nullcontext() as printed:
                 finishing = asyncio.ensure_future(deploying.finish())
                 try:
                     if printed is not None:

@@ -1,4 +1,4 @@
-"""One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is admin.py's."""
+"""One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is deploys.py's."""
 
 import re
 from collections.abc import AsyncIterator, Callable

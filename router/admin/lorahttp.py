@@ -40,11 +40,11 @@ class Unload(msgspec.Struct, forbid_unknown_fields=True):
 async def load(admin: Admin, caller: Caller, x: Exchange) -> None:
     """Raises HttpError."""
     asked = await _body(x, Load)
-    if not admin.adapters:
+    if not admin.deploys.adapters:
         text = 'paths of adapters are not taken; name a folder for them in the node file: [node] adapters = "/FOLDER"'
         raise refuse(403, "adapters_off", text)
-    models = await admin.models(caller)
-    if admin.has(caller, asked.lora_name) and not (asked.load_inplace and models.get(asked.lora_name)):
+    models = await admin.deploys.models(caller)
+    if admin.deploys.has(caller, asked.lora_name) and not (asked.load_inplace and models.get(asked.lora_name)):
         text = f"{asked.lora_name!r} is deployed already; unload it first, or say load_inplace if it is an adapter"
         raise refuse(400, "name_taken", text)
     bases = [name for name, base in models.items() if not base]
@@ -53,9 +53,9 @@ async def load(admin: Admin, caller: Caller, x: Exchange) -> None:
         raise refuse(400, "invalid_value", text)
     settings = a.Settings(base=asked.base_model_name or bases[0])
     act = a.Deploy(name=asked.lora_name, entry=modelfolder.ADAPTER_CONFIG, settings=settings)
-    async with admin.deploying(caller, act) as deploying:
+    async with admin.deploys.deploying(caller, act) as deploying:
         try:
-            found = _find(admin.adapters, asked.lora_path)
+            found = _find(admin.deploys.adapters, asked.lora_path)
             travelling = folder.files(found)
             while batch := list(islice(travelling, a.MAX_FILES)):
                 try:
@@ -72,7 +72,7 @@ async def load(admin: Admin, caller: Caller, x: Exchange) -> None:
 async def unload(admin: Admin, caller: Caller, x: Exchange) -> None:
     """Raises HttpError."""
     asked = await _body(x, Unload)
-    if not (await admin.models(caller)).get(asked.lora_name):
+    if not (await admin.deploys.models(caller)).get(asked.lora_name):
         raise refuse(404, "unknown_adapter", f"there is no adapter {asked.lora_name[:100]!r} to unload")
     await admin.call(caller, a.Remove(name=asked.lora_name))
     await x.answer(200, f"LoRA adapter {asked.lora_name!r} is unloaded".encode(), kind=b"text/plain; charset=utf-8")

@@ -33,7 +33,7 @@ class Vault:
     def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
         """Raises HttpError."""
         tenant = self._tenant(caller, act.tenant, act)
-        with _told():
+        with written("secrets"):
             match act:
                 case a.Secrets():
                     found = [each for each in self._file.all() if tenant in ("", each.tenant)]
@@ -59,7 +59,7 @@ class Vault:
 
     def has(self, spec: FunctionSpec) -> None:
         """Raises HttpError if one of them is missing."""
-        with _told():
+        with written("secrets"):
             names = self._file.names(spec.tenant) if spec.secrets else set()
         for name in spec.secrets:
             if name not in names:
@@ -107,12 +107,12 @@ def variables_file(spec: FunctionSpec, secrets: dict[str, str]) -> int:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What goes wrong with the file, as an answer."""
+def written(what: str) -> Iterator[None]:
+    """What goes wrong with the file of secrets, or of keys, as an answer."""
     try:
         yield
     except ConfigError as error:
         raise refuse(400, "bad_request", str(error)) from None
     except OSError as error:
-        text = f"the file of secrets cannot be written: {error.strerror}; nothing was changed; free space on its disk"
+        text = f"the file of {what} cannot be written: {error.strerror}; nothing was changed; free space on its disk"
         raise refuse(507, "not_kept", text) from None

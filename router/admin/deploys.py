@@ -1,0 +1,175 @@
+"""Deploys and the way back: which may begin, with which settings, and which earlier versions there are.
+
+What becomes of one that has begun is deploying.py's.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.modelfolder import ADAPTER
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.deploying import Deploying, spec_of
+from dormouse.router.admin.environments import Environments
+from dormouse.router.admin.history import History, Version
+from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.permits import Permits
+from dormouse.router.admin.vault import Vault
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.front.exchange import HttpError, refuse
+from dormouse.router.front.requests import Requests
+from dormouse.router.instances.functionlog import FunctionLogs
+from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import FunctionSpec
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    config: NodeConfig
+    policy: RequestPolicy
+    requests: Requests
+
+
+class Deploys:
+    """See the module."""
+
+    def __init__(
+        self,
+        node: Node,
+        permits: Permits,
+        keeper: Keeper,
+        asks: Asks,
+        logs: FunctionLogs,
+        history: History,
+        vault: Vault,
+        environments: Environments,
+    ) -> None:
+        self._config, self._requests, self._picture = node.config, node.requests, node.policy.picture
+        self._permits, self._keeper, self._asks, self._logs = permits, keeper, asks, logs
+        self._history, self._vault, self._environments = history, vault, environments
+
+    @asynccontextmanager
+    async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
+        """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
+        with self._permits.audited(caller, act, act.name):
+            await self._permits.may_informed(caller, act)
+            base = self._base(caller, act.settings.base)
+            spec = self._spec(caller, act, base)
+            below = ADAPTER if base is not None else ""
+            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below)
+            deploying = Deploying(
+                self._keeper,
+                self._asks,
+                spec,
+                begun,
+                lambda: self._may_deploy(caller, spec),
+                act.settings,
+                base,
+                self._environments,
+                lambda data: self._logs.of(act.name).write(data),
+            )
+            try:
+                yield deploying
+            finally:
+                if not deploying.handed:
+                    await asyncio.shield(self._keeper.keeping(begun.give_up))
+
+    @property
+    def adapters(self) -> str:
+        """Below which folder of this machine a caller may name adapters; "": nowhere."""
+        return self._config.node.adapters
+
+    async def models(self, caller: Caller) -> dict[str, str]:
+        """The language models that make text which the caller may see, with the base of each that is an adapter."""
+        await self._requests.knows_catalogue()
+        specs = (function.spec for function in self._picture.functions.values())
+        return {
+            spec.name: spec.llm.base for spec in specs if spec.llm is not None and caller.sees(spec.name, spec.tenant)
+        }
+
+    def has(self, caller: Caller, name: str) -> bool:
+        """Whether there is a function of this name that the caller may see, deployed or on its way."""
+        return tenancy.sees(caller, self._picture, name)
+
+    def _base(self, caller: Caller, name: str) -> FunctionSpec | None:
+        """Over which an adapter is deployed; None with no name. Raises HttpError."""
+        if not name:
+            return None
+        if not tenancy.serves(caller, self._picture, name):
+            text = f"there is no function {name[:100]!r} to be the adapter's base; `dormouse ls` says which there are"
+            raise refuse(404, "unknown_base", text)
+        return self._picture.functions[name].spec
+
+    def _spec(self, caller: Caller, act: a.Deploy, base: FunctionSpec | None) -> FunctionSpec:
+        """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
+        try:
+            spec = spec_of(act, self._config.node.isolation, base)
+        except ConfigError as error:
+            raise refuse(400, "bad_request", str(error)) from None
+        if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
+            spec = structs.replace(spec, tenant=caller.tenant)
+        self._may_deploy(caller, spec)
+        self._vault.may_use(caller, spec)
+        if spec.network and not self._config.sandbox.network:
+            text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
+            raise refuse(403, "network_refused", text)
+        return spec
+
+    def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
+        if (failure := tenancy.deploy_refusal(caller, self._picture, spec)) is not None:
+            raise HttpError(failure)
+
+    # --- earlier versions
+
+    def versions(self, caller: Caller, name: str) -> list[dict[str, Any]]:
+        """For people, the newest first."""
+        return [_version(each) for each in reversed(self._versions(caller, name))]
+
+    async def roll_back(self, caller: Caller, act: a.Rollback) -> dict[str, Any]:
+        """Raises HttpError."""
+        earlier = self._versions(caller, act.name)[:-1]
+        found = [each for each in earlier if act.version in (0, each.spec.version)]
+        if not found:
+            kept = ", ".join(str(each.spec.version) for each in earlier) or "none"
+            what = f"version {act.version}" if act.version else "earlier version"
+            text = f"no {what} of {act.name!r} is kept; there are: {kept} ([limits] versions says how many are kept)"
+            raise refuse(404, "unknown_version", text)
+        spec = found[-1].spec
+        self._may_deploy(caller, spec)
+        self._vault.has(spec)
+        settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+        assert settled.spec is not None
+        answer = {"name": act.name, "version": settled.spec.version, "as": spec.version}
+        return answer | ({"warning": settled.warning} if settled.warning else {})
+
+    def _versions(self, caller: Caller, name: str) -> list[Version]:
+        """Oldest first, without those of another tenant that has had the name."""
+        return [each for each in self._history.of(name) if caller.sees(name, each.spec.tenant)]
+
+
+def _version(version: Version) -> dict[str, Any]:
+    """For people."""
+    spec = version.spec
+    return {
+        "version": spec.version,
+        "at": round(version.at, 3) or None,
+        "file": spec.entry,
+        "tenant": spec.tenant,
+        "deadline_ms": spec.deadline_ms,
+        "stateless": spec.stateless,
+        "idempotent": spec.idempotent,
+        "content": spec.content,
+        "env": [name for name, _ in spec.env],
+        "secrets": list(spec.secrets),
+        "environment": spec.environment,
+        "network": spec.network,
+    }

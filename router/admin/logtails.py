@@ -1,0 +1,68 @@
+"""What functions have printed, for who may read it, and what they print from then on."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from dormouse.core.keys import KeyFile
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.admin.deploying import NAME
+from dormouse.router.admin.permits import Permits
+from dormouse.router.decisions import queueing
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.exchange import HttpError
+from dormouse.router.instances.functionlog import FunctionLogs
+from dormouse.schemas import admin as a
+
+AGAIN_S: Final = 2.0
+"""After which who follows a log is asked for a right to it, though nothing was printed."""
+
+
+class LogTails:
+    """See the module."""
+
+    def __init__(self, permits: Permits, logs: FunctionLogs, picture: RouterState, keys: KeyFile) -> None:
+        self._permits, self._logs, self._picture, self._keys = permits, logs, picture, keys
+
+    @contextmanager
+    def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:
+        """What is printed under this name meanwhile; of who may deploy it."""
+        log = self._logs.of(name)
+        news = log.follow()
+        try:
+            yield news
+        finally:
+            log.unfollow(news)
+
+    async def pieces(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
+        """The log in pieces; if ``follow``, until the function is removed, or is not the caller's to read any more.
+        Raises HttpError.
+        """
+        self._permits.may(caller, act)
+        picture = self._picture
+        known = tenancy.sees(caller, picture, act.name)
+        left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
+        if not known and not (left and NAME.fullmatch(act.name) and self._logs.path(act.name).exists()):
+            raise HttpError(queueing.absent(picture, act.name))
+        log = self._logs.of(act.name)
+        if not act.follow:
+            yield log.tail(act.lines, act.since_s)
+            return
+        news = log.follow()
+        try:
+            yield log.tail(act.lines, act.since_s)
+            while log.open:
+                piece = b""
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S):
+                        piece = await news.get()
+                if caller.key and not self._keys.holds(caller.key):
+                    return
+                if not left and not tenancy.sees(caller, picture, act.name):
+                    return
+                if piece:
+                    yield piece
+        finally:
+            log.unfollow(news)
