@@ -29,7 +29,9 @@ RETRY_S: Final = 0.001  # the shim leaves a critical section within tens of micr
 
 _HERE: Final = Path(__file__).absolute().parent
 _SHIM: Final = str(_HERE.parent) + os.sep
-_BELOW_USER_CODE: Final = frozenset(str(_HERE / name) for name in ("runner.py", "handler.py", "session.py"))
+_BELOW_USER_CODE: Final = frozenset(
+    str(_HERE / name) for name in ("runner.py", "user_function.py", "handler.py", "session.py")
+)
 _COROUTINES: Final = str(_HERE / "coroutines.py")
 _ASYNCIO: Final = os.path.dirname(asyncio.__file__) + os.sep
 _HELPERS: Final = (sysconfig.get_path("stdlib") + os.sep, "<frozen")  # whom asyncio calls, and user code too

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim.instance.runner import LoadFailure, UserFunction, batch_function, coroutine_function
+from dormouse.client_shim.instance.user_function import LoadFailure, UserFunction, batch_function, coroutine_function
 
 
 def function(**parts: Any) -> UserFunction:

@@ -19,7 +19,7 @@ import torch
 from dormouse.client_shim.instance import codec, report
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.coroutines import Coroutines
-from dormouse.client_shim.instance.runner import LoadFailure, import_function
+from dormouse.client_shim.instance.user_function import LoadFailure, import_function
 from dormouse.client_shim.node.router_port import interruptible
 from dormouse.client_shim.stream.failures import ExecutorLost, exception
 
