@@ -167,9 +167,9 @@ def handle(part, request):
         assert (caught.value.code, caught.value.status) == ("change_in_progress", 409)
         assert "wait until that has ended" in str(caught.value)
         assert first.result()["version"] == 1
-    assert node.result("twice", 1) == "first"
+    assert node.admin.invoke("twice", b"1") == b'"first"'
     assert node.admin.deploy("twice", _folder(node, "second", waits), {})["version"] == 2
-    assert node.result("twice", 1) == "second"
+    assert node.admin.invoke("twice", b"1") == b'"second"'
 
 
 def _folder(node: TestNode, part: str, source: str) -> FunctionFolder:
