@@ -4,11 +4,9 @@ What comes before a request is whole, and that its client leaves, is known to co
 """
 
 import asyncio
-import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,28 +15,21 @@ from typing import Any, Final, Protocol, TypeVar
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered, HttpGate, Turned
-from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import most_open
-from dormouse.router.front import openai, openapi, openinference, tracing
+from dormouse.router.front import answers, openai, openapi, openinference, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import (
-    JSON,
-    STREAM_HEADERS,
     Exchange,
     HttpError,
-    error_answer,
-    foreign,
     refuse,
     refused,
     too_large,
 )
-from dormouse.router.front.requests import Answered, Labels, Requests
-from dormouse.router.front.stats import parts
-from dormouse.router.front.streams import AnswerStream, Outcome
-from dormouse.schemas import messages as m
+from dormouse.router.front.requests import Labels, Requests
+from dormouse.router.front.streams import AnswerStream
 
 _PAGE: Final = (Path(__file__).parent / "trypage.html").read_bytes()
 _PAGE_HEADERS: Final = (
@@ -46,9 +37,6 @@ _PAGE_HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
-
-_COMMENT: Final = b": waiting\n\n"
-"""Of an event stream: its client takes it for nothing."""
 
 LLM_BODY_NBYTES: Final = 768 << 10
 """Of a request to an instance that has many at once, at most: each comes in one message."""
@@ -232,27 +220,15 @@ class Application:
         if not future.done():
             x.when_left(partial(requests.leave, request))
         if streams:
-            await _heartbeats(x, future, requests.heartbeat_s)
+            await answers.heartbeats(x, future, requests.heartbeat_s)
         answer = await future
         if isinstance(answer, AnswerStream):
-            await _stream(x, answer, requests.heartbeat_s)
+            await answers.streamed(x, answer, requests.heartbeat_s)
             x.when_left(None)
             return
         x.when_left(None)
         outcome, data = answer
-        if x.begun:  # by a heartbeat: a whole answer would be no events
-            await _end(x, None if isinstance(outcome, e.Answer) else outcome, m.SSE)
-            return
-        match outcome:
-            case e.Answer(timing=timing, kind=kind) if infers:
-                headers, plain = openinference.headers(kind)
-                await x.answer(200, data, [server_timing(timing), *headers], plain)
-            case e.Answer(timing=timing, kind=kind):
-                await x.answer(200, data, [server_timing(timing), *foreign(kind)], kind.encode() or JSON)
-            case e.Fail(failure=failure, timing=timing):
-                await x.fail(failure, [server_timing(timing)])
-            case e.Drop():
-                pass
+        await answers.whole(x, outcome, data, infers)
 
 
 def _types(x: Exchange) -> tuple[str, str]:
@@ -263,53 +239,3 @@ def _types(x: Exchange) -> tuple[str, str]:
         raise refuse(415, "content_type", text, close=True)
     said = "" if kind == b"application/json" else kind.decode("latin-1")
     return said, "" if accept == b"*/*" else accept[:TYPE_NBYTES].decode("latin-1")
-
-
-async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
-    """Pass it on as it comes; between events, comments while nothing does. What ends too early never looks whole: text
-    ends with an error, bytes without an end.
-    """
-    if not x.begun:
-        x.begin(200, stream.kind.encode(), [*STREAM_HEADERS, server_timing(stream.timing)])
-    stream.direct = x.chunk_now
-    async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
-        async for part in parts:
-            if part:
-                await x.chunk(part)
-            elif not stream.last or stream.last.endswith(b"\n\n"):
-                await x.chunk(_COMMENT)
-    await _end(x, stream.outcome, stream.kind)
-
-
-async def _heartbeats(x: Exchange, future: Answered, pause_s: float) -> None:
-    """Comments while nothing else comes, so that neither the client nor a proxy gives up. From the first one on, what
-    fails is an event, and no status any more.
-    """
-    while not (await asyncio.wait((future,), timeout=pause_s))[0]:
-        if not x.begun:
-            x.begin(200, m.SSE.encode(), STREAM_HEADERS)
-        await x.chunk(_COMMENT)
-
-
-async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None:
-    match outcome:
-        case e.Answer():
-            x.end()
-        case e.Fail(failure=failure) if kind == m.SSE:
-            body, _ = error_answer(failure, x.request_id.decode())
-            await x.chunk(b"event: error\ndata: %b\n\n" % body)
-            x.end()
-        case _:
-            x.cut()
-
-
-def server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
-    """Of a language model's answer, what its first token took, and all after that. Then what is no part of the sum:
-    until the model had come, which is a part of the run, and where it was.
-    """
-    said = [f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts(timing).items()]
-    if timing.copy_s is not None:
-        said.append(f"copy;dur={timing.copy_s * 1000:.3f}")
-    if timing.source:
-        said.append(f"model;desc={timing.source}")
-    return b"server-timing", ", ".join(said).encode()

@@ -13,9 +13,9 @@ from dormouse.core.due_timer import DueTimer
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import InstanceState, Phase, most_open
+from dormouse.router.front.answers import server_timing
 from dormouse.router.front.bodies import Body, NoRoom
 from dormouse.router.front.exchange import JSON, foreign
-from dormouse.router.front.http import server_timing
 from dormouse.router.front.requests import Labels, not_run
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.front.tracing import Trace

@@ -19,7 +19,7 @@ from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.gpuserver.runtime import progress
 from dormouse.gpuserver.runtime.progress import StepProgress
 from dormouse.router.decisions import events as e
-from dormouse.router.front.http import server_timing
+from dormouse.router.front.answers import server_timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import messages as m
 
