@@ -3,9 +3,12 @@
 import json
 import sys
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import click
+
+LEAST_LAST: Final = 12
+"""Characters of a table's last column beside which the others stand on one line."""
 
 
 def show_json(value: Any) -> None:
@@ -49,9 +52,10 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     console = Console()
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     narrow = sum(widths) + 2 * (len(widths) - 1) > console.width
+    whole = sum(widths[:-1]) + len(widths) + LEAST_LAST <= console.width
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
     for place, column in enumerate(columns, 1):
-        shown.add_column(column, no_wrap=place < len(columns))  # what is long is last: an error, a reason
+        shown.add_column(column, no_wrap=whole and place < len(columns))  # what is long is last: an error, a reason
     for line in cells:
         shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
     console.print(shown)

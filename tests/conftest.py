@@ -2,6 +2,7 @@
 while a test runs."""
 
 import importlib.util
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A shell that starts tests in the background has it ignored, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _loopback_module() -> Any:

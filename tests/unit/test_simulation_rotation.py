@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from streams_world import MB, function, kinds, llm, made, watched
 
@@ -78,6 +78,7 @@ def test_streams_that_end_do_not_end_a_round() -> None:
     lost=st.booleans(),
     turn_s=st.sampled_from([0.0, 0.002]),
 )
+@example(seed=0, count=3, gpus=1, order="fifo", mb=300, lost=False, turn_s=0.0)  # steps that were lent
 def test_nothing_differs_whatever_comes(
     seed: int, count: int, gpus: int, order: str, mb: int, lost: bool, turn_s: float
 ) -> None:

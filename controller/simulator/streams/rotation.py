@@ -75,6 +75,8 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         waits = seat.paused_s is not None and runtime.wants and not runtime.prompts
         if not (waits or lease is own) or not seat.here or lease.open or lease.extra_s or seat.computing is not None:
             return {}
+        if seat.paused_s is not None and seat.paused_s == runtime.lent_s:
+            return {}  # the core's order by arrival has it since before the step that was lent, its margins since then
         busy = (runtime.opening and lease is not own) or runtime.stepped or runtime.yielding or runtime.fresh
         if busy or (lease.wake.request < 0) != warm or batch.idle or batch.has_prompts:
             return {}

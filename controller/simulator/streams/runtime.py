@@ -22,8 +22,8 @@ class SimulatedRuntime:
     """
 
     __slots__ = (
-        *("batch", "busy_s", "cold", "count", "fresh", "idles", "learned", "leases", "lent", "lives", "opening"),
-        *("prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "fresh", "idles", "learned", "leases", "lent", "lent_s", "lives"),
+        *("opening", "prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
@@ -38,6 +38,7 @@ class SimulatedRuntime:
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
         self.lent = False
+        self.lent_s: float | None = None  # when its last lent step ended
         self.prompts = False  # it has said that it has some, since it wants a turn
         self.times: StepTimes | None = None  # as told
         self.fresh, self.cold = True, False  # the seat has had no step

@@ -228,7 +228,7 @@ class RuntimeLeases:
         runtime, number = runtime_of(lease), lease.wake.lease.gpu
         self._made(lease)
         self._gpus[number].lent = runtime.lent = False
-        seat_of(lease).paused_s = self._agenda.now_s
+        seat_of(lease).paused_s = runtime.lent_s = self._agenda.now_s
         if runtime.batch.idle:
             self._rest(lease)
         else:
