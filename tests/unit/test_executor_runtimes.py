@@ -13,8 +13,7 @@ import pytest
 import structlog
 
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
-from dormouse.gpuserver.executor import ahead
-from dormouse.gpuserver.executor import runtimes as runtimes_module
+from dormouse.gpuserver.executor import ahead, runtime_processes
 from dormouse.gpuserver.executor.runtime_handle import Runtime
 from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtimes
 from dormouse.gpuserver.lease import events as e
@@ -63,13 +62,13 @@ class Executor:
         self.process: PacketSocket[Any, Any] = PacketSocket(theirs, m.ExecutorToRuntime)
         self.runtimes = Runtimes(self._host(), NOBODY, lambda event: None, 1, yield_s=1.0, leave_s=1.0)
 
-        def spawned(instance: str) -> Runtime:
+        def spawned(instance: str, instance_uids: Any) -> Runtime:
             found = Runtime(1, instance, PacketSocket(self.ours, m.RuntimeToExecutor))
-            self.runtimes._living.append(found)
-            self.runtimes._runtimes[instance] = found
+            self.runtimes.processes.living.append(found)
+            self.runtimes.processes.by_name[instance] = found
             return found
 
-        monkeypatch.setattr(self.runtimes, "_spawn", spawned)
+        monkeypatch.setattr(self.runtimes.processes, "spawn", spawned)
 
     def _host(self) -> Any:
         executor = self
@@ -169,7 +168,7 @@ def test_messages_without_data_that_wait_for_a_lease_count(monkeypatch: pytest.M
 def test_tokens_for_one_who_has_hung_up_are_dropped(executor: Executor) -> None:
     """They would pile up until the instance's death is known, and pass for a fault of the instance."""
     executor.runtimes.tell(5, "1-1", "1-1", m.TurnBegins())
-    runtime = executor.runtimes._runtimes["1-1"]
+    runtime = executor.runtimes.processes.by_name["1-1"]
     for executor.connected in (True, False):
         executor.runtimes._said(runtime, m.FromRuntime(data=b"tokens", serial=5), [])
     assert executor.answers == [m.OfRuntime(serial=5, data=b"tokens")]
@@ -220,7 +219,7 @@ class Forking:
             def to_controller(self, message: Any) -> None:
                 forking.told.append(message)
 
-        monkeypatch.setattr(runtimes_module, "RuntimeZygote", Zygote)
+        monkeypatch.setattr(runtime_processes, "RuntimeZygote", Zygote)
         monkeypatch.setattr(PacketSocket, "serve", lambda *_: None)
         host: Any = Host()
         device: Any = Device()
@@ -244,10 +243,10 @@ class Forking:
 
     def begin(self, serial: int, instance: str, name: str) -> Runtime:
         self.runtimes.tell(serial, instance, name, m.TurnBegins())
-        return self.runtimes._runtimes[name]
+        return self.runtimes.processes.by_name[name]
 
     def close(self) -> None:
-        for runtime in self.runtimes._living:
+        for runtime in self.runtimes.processes.living:
             runtime.connection.close()
         for sock in self.socks:
             sock.close()
@@ -283,24 +282,24 @@ def test_where_no_context_has_room_the_one_that_rests_for_longest_ends_first(for
     first, second, third = (forking.begin(number, name, name) for number, name in enumerate("abc"))
     with processes(3) as pidfds:
         for runtime, pidfd in zip((first, second, third), pidfds, strict=True):
-            forking.runtimes._spawned(runtime.number, pidfd)
+            forking.runtimes.processes._spawned(runtime.number, pidfd)
         for serial in (0, 1):
             forking.runtimes.lease_over(serial)
         forking.begin(3, "a", "a")
         forking.runtimes.lease_over(3)  # so b was used longest ago
         forking.runtimes.open("d", "d")
-        assert "d" not in forking.runtimes._runtimes  # none ends for one that nobody has asked for
+        assert "d" not in forking.runtimes.processes.by_name  # none ends for one that nobody has asked for
         fourth = forking.begin(4, "d", "d")
         assert (first.ending, second.ending, third.ending) == (False, True, False)
         assert len(forking.spawned) == 3
-        forking.runtimes._gone(second)
+        forking.runtimes.processes._gone(second)
         assert [spawn.number for spawn in forking.spawned] == [1, 2, 3, fourth.number]
         forking.begin(5, "a", "a")
         forking.begin(6, "e", "e")  # nobody rests: CUDA says whether there is room
         assert len(forking.spawned) == 5
         assert not any(each.ending for each in (first, third, fourth))
-        forking.runtimes._gone(first)
-        forking.runtimes._gone(third)
+        forking.runtimes.processes._gone(first)
+        forking.runtimes.processes._gone(third)
 
 
 @contextmanager
@@ -327,7 +326,7 @@ def test_one_that_has_served_a_group_is_never_given_to_another(forking: Forking)
     third = forking.begin(3, "1-2", "g")  # what is ending is not the group's again, either
     assert third is not first
     assert [spawn.uid for spawn in forking.spawned] == [90_000, 90_001, 90_002]
-    forking.runtimes._gone(first)
+    forking.runtimes.processes._gone(first)
     assert forking.events == []  # it had no lease
     forking.begin(4, "1-2", "i")
     assert forking.spawned[-1].uid == 90_000
@@ -353,7 +352,7 @@ def test_an_instance_speaks_under_its_own_lease_only(forking: Forking) -> None:
     forking.begin(2, "1-2", "g")
     shared.waiting.clear()
     sent: list[Any] = []
-    forking.runtimes._send = lambda runtime, message, fds=None: sent.append(message)  # type: ignore[method-assign]
+    forking.runtimes.processes.send = lambda runtime, message, fds=None: sent.append(message)  # type: ignore[method-assign]
     for serial in (1, 2):
         forking.runtimes.heard("1-2", msgspec.msgpack.encode(m.ToRuntime(serial=serial, data=b"abort")))
     assert sent == [m.ForRuntime(data=b"abort", serial=2)]
@@ -364,7 +363,7 @@ def test_the_death_of_a_runtime_is_told_once_for_all_of_its_leases(forking: Fork
         forking.attach(instance, 61_000 + number)
     shared = forking.begin(1, "1-1", "g")
     forking.begin(2, "1-2", "g")
-    forking.runtimes._gone(shared)
+    forking.runtimes.processes._gone(shared)
     assert forking.events == [e.RuntimeGone("g")]
     assert forking.begin(3, "1-1", "g") is not shared
 
@@ -392,7 +391,7 @@ def test_a_runtime_that_does_not_give_what_it_owes_is_ended_after_a_bound(
     ((_, overdue),) = forking.timers
     overdue()
     assert runtime.ending
-    forking.runtimes._gone(runtime)
+    forking.runtimes.processes._gone(runtime)
     assert forking.events[-1] == e.RuntimeGone("g")
 
 
@@ -404,7 +403,7 @@ def test_a_runtime_is_opened_before_it_has_a_lease_and_is_then_the_leases(forkin
     forking.runtimes.open("1-1", "g")
     assert len(forking.spawned) == 1
     with subprocess.Popen(["sleep", "600"]) as process:
-        forking.runtimes._spawned(forking.spawned[0].number, os.pidfd_open(process.pid))
+        forking.runtimes.processes._spawned(forking.spawned[0].number, os.pidfd_open(process.pid))
         (told,) = forking.told  # else the controller would have it opened again
         assert (told.instances, told.pid, told.load is not None) == (["1-1"], process.pid, True)
         runtime = forking.begin(1, "1-1", "g")
