@@ -1,6 +1,6 @@
 """What use costs: prices from a file, and sums by function and tenant. Pure but for reading the file.
 
-Missing prices are 0. What a node measures is in schemas/messages/controller.py; docs/tenants.md says how.
+Missing prices are 0. What a node measures is in schemas/messages/ (Metered, HostMetered); docs/tenants.md says how.
 """
 
 import json

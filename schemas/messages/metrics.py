@@ -7,8 +7,9 @@ from typing import Final
 
 import msgspec
 
-from dormouse.schemas.messages.controller import PoolStats, StoreStatus
+from dormouse.schemas.messages.executor_to_controller import PoolStats
 from dormouse.schemas.messages.shared import Message
+from dormouse.schemas.messages.store_to_controller import StoreStatus
 
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 """Buckets of times, by their upper ends; one more has all that is longer. From a warm function to a cold model."""

@@ -193,3 +193,14 @@ class DeviceInfo(Message, frozen=True, kw_only=True):
     capability: tuple[int, int]
     multiprocessors: int
     cuda: str = ""  # version that the executor's PyTorch was built for; "": none, the GPU is emulated
+
+
+class HeldBytes(Message, frozen=True, kw_only=True):
+    """Bytes of one kind over time, which these owners have together had, in byte-milliseconds. ``parts``: how much each
+    of them has used them; if none has, all the same.
+    """
+
+    kind: str
+    owners: list[str]
+    nbyte_ms: int
+    parts: list[int] = []
