@@ -8,9 +8,9 @@ import asyncio
 import os
 import signal
 import time
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from copy import copy
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class Router(Actor):
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
-        self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)
+        self.instances = Instances(config, self.paths, self._from_instance, self._from_broken, self.log)
         self._zygote = ZygoteLink(
             config.sandbox,
             self.paths,
@@ -276,11 +276,7 @@ class Router(Actor):
                     self._keeper.remove_strays(self._history.snapshots())
 
     def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
-        try:
-            self.dispatch(e.FromInstance(name, message))
-        except Exception as error:  # the outermost frame of this instance's session
-            self.log.error("instance_raised", instance=name, story=traceback.format_exc())
-            self._from_broken(name, f"what it sent raised {type(error).__name__} in the router")
+        self.dispatch(e.FromInstance(name, message))
 
     def _printed(self, name: str) -> None:
         instance = self.picture.instances.get(name)
@@ -422,7 +418,7 @@ class Router(Actor):
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )
         host.mask = SecretMask(secrets)
-        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), SecretMask(secrets))
+        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask))
         folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
         own = self._environments.site(spec.environment) if spec.environment else ""
         fork = self.instances.fork_message(host, spec, str(folder), self.device, variables >= 0, own)

@@ -15,6 +15,12 @@ from typing import Final
 from dormouse.core.masking import NO_MASK, SecretMask
 
 READ_NBYTES: Final = 64 << 10
+MASKED_NBYTES: Final = 4 << 10
+"""Read at a time if there are secrets to be looked for: at worst some ms of everybody's loop."""
+
+CLOSE_NBYTES: Final = 64 << 10
+"""Taken at an instance's end: what a pipe holds unless the instance has asked for more."""
+
 MARK_S: Final = 1.0
 MOST_MARKS: Final = 8192
 """Of one log: 128 KiB."""
@@ -182,19 +188,19 @@ class LogPipe:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_fd, self._take)
 
-    def _take(self) -> bool:
-        """Write what there is into the log; False if there is nothing."""
+    def _take(self) -> int:
+        """Write some of what there is into the log; how many bytes were there."""
         try:
-            data = os.read(self._read_fd, READ_NBYTES)
+            data = os.read(self._read_fd, MASKED_NBYTES if self._mask else READ_NBYTES)
         except BlockingIOError:
-            return False
+            return 0
         if data:
             self.log.write(self._mask.feed(data))
             self._told()
         else:
             self.log.write(self._mask.rest())
             self._loop.remove_reader(self._read_fd)
-        return bool(data)
+        return len(data)
 
     def handed(self) -> None:
         """The instance has its end; ours is closed, so that its death is the pipe's end."""
@@ -205,9 +211,9 @@ class LogPipe:
     def close(self) -> None:
         """Take what is left, then close."""
         self._loop.remove_reader(self._read_fd)
-        for _ in range(64):  # at most what a pipe holds; a grandchild that survived may print for ever
-            if not self._take():
-                break
+        taken = 0
+        while taken < CLOSE_NBYTES and (nbytes := self._take()):  # a grandchild that survived may print for ever
+            taken += nbytes
         self.log.write(self._mask.rest())
         self.handed()
         os.close(self._read_fd)

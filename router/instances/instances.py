@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import os
 import re
+import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -60,7 +61,9 @@ class InstanceHost:
         layout: m.Arena,
         on_message: Callable[[str, m.InstanceToRouter], None],
         on_garbage: Callable[[str, str], None],
+        log: Any,
     ) -> None:
+        """Whatever a message of the instance raises, also in ``on_message``, is told as garbage and ends no other."""
         self.name = name
         self.snapshot = spec.snapshot
         self._at_once = most_open(spec) > 0
@@ -76,9 +79,13 @@ class InstanceHost:
         self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
 
         def heard(message: m.InstanceToRouter) -> None:
-            if isinstance(message, m.Returned | m.Raised):
-                self._forget_soon()
-            on_message(name, self.masked(message))
+            try:
+                if isinstance(message, m.Returned | m.Raised):
+                    self._forget_soon()
+                on_message(name, self.masked(message))
+            except Exception as error:  # the outermost frame of this instance's session
+                log.error("instance_raised", instance=name, story=traceback.format_exc())
+                on_garbage(name, f"what it sent raised {type(error).__name__} in the router")
 
         self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
             f"{self.directory}/router",
@@ -139,7 +146,7 @@ class InstanceHost:
             case m.Raised(text=text) | m.LoadFailed(text=text) | m.Spoiled(text=text):
                 return structs.replace(message, text=self.mask.text(text))
             case m.Loaded(warning=warning, schema=schema):
-                schema = self.mask.text(schema.decode()).encode()
+                schema = self.mask.data(schema[: m.SCHEMA_NBYTES])  # bytes: nobody has looked whether it is text
                 return structs.replace(message, warning=self.mask.text(warning), schema=schema)
             case _:
                 return message
@@ -180,7 +187,9 @@ class Instances:
         paths: RunPaths,
         on_message: Callable[[str, m.InstanceToRouter], None],
         on_garbage: Callable[[str, str], None],
+        log: Any,
     ) -> None:
+        self._log = log
         self.hosts: dict[str, InstanceHost] = {}
         self.own_uids = False  # whether the zygote gives each instance a uid of its own
         self._config = config
@@ -203,7 +212,7 @@ class Instances:
         return self._open(name, SESSION, os.getuid())
 
     def _open(self, name: str, spec: m.FunctionSpec, uid: int) -> InstanceHost:
-        host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage)
+        host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage, self._log)
         self.hosts[name] = host
         for _, inbox in self._inboxes.values():
             inbox.post(host.attachment, (host.arena.fd,))

@@ -1,12 +1,23 @@
 """Functions' logs stay within their bound, reach followers, and outlive nobody."""
 
 import asyncio
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, FunctionLogs, LogPipe, TimeMarks
+from dormouse.core.masking import NO_MASK, SecretMask
+from dormouse.router.instances.functionlog import (
+    CLOSE_NBYTES,
+    MASKED_NBYTES,
+    MOST_MARKS,
+    READ_NBYTES,
+    FunctionLog,
+    FunctionLogs,
+    LogPipe,
+    TimeMarks,
+)
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
@@ -97,6 +108,21 @@ def test_what_an_instance_prints_reaches_the_file_and_followers(tmp_path: Path) 
         pipe.close()  # takes what is left
         os.close(writer)
         assert log.tail(9) == b"hello\nlast words\n"
+        log.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("mask", "step"), [(NO_MASK, READ_NBYTES), (SecretMask({"S": "hf_abcdef"}), MASKED_NBYTES)])
+def test_of_a_flood_so_much_is_taken_at_a_time_and_at_the_end(tmp_path: Path, mask: SecretMask, step: int) -> None:
+    async def main() -> None:
+        log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1 << 20)
+        pipe = LogPipe(log, mask=mask)
+        fcntl.fcntl(pipe.write_fd, fcntl.F_SETPIPE_SZ, 4 * CLOSE_NBYTES)  # as an instance may
+        assert os.write(pipe.write_fd, bytes(4 * CLOSE_NBYTES)) == 4 * CLOSE_NBYTES
+        assert pipe._take() == step
+        pipe.close()
+        assert (tmp_path / "fn-f.log").stat().st_size == step + CLOSE_NBYTES
         log.close()
 
     asyncio.run(main())

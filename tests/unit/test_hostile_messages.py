@@ -16,7 +16,11 @@ from router_rig import Rig, lease, loaded, one, spec
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link, RawLink
+from dormouse.core.log import get_logger
+from dormouse.core.masking import SecretMask
+from dormouse.core.paths import RunPaths
 from dormouse.router.decisions import events as e
+from dormouse.router.instances.instances import InstanceHost
 from dormouse.schemas import messages as m
 
 NUMBERS = (0, 1, -1, 2, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
@@ -80,6 +84,33 @@ def test_d3_no_message_of_an_instance_breaks_the_routers_policy() -> None:
         good = _instances(rig, "good")[0]
         assert one(rig.say(good, m.Returned(request=ticket, body=b"2", nbytes=0)), e.Answer).body == b"2"
     assert heard > 1000
+
+
+def test_d3_what_raises_when_it_is_heard_ends_its_instance_alone(tmp_path: Path) -> None:
+    """A schema that is no text, from a function with a secret, ended the router; so would an error further on."""
+    paths = RunPaths(tmp_path)
+    (tmp_path / "i").mkdir()
+    heard: list[m.InstanceToRouter] = []
+    garbage: list[tuple[str, str]] = []
+
+    def hear(_: str, message: m.InstanceToRouter) -> None:
+        if isinstance(message, m.Importing):
+            raise KeyError("of the router")
+        heard.append(message)
+
+    async def main() -> None:
+        layout = m.Arena(request_nbytes=4096, response_nbytes=4096, stream_nbytes=4096)
+        log = get_logger()
+        host = InstanceHost("1-1", spec(), os.getuid(), paths, layout, hear, lambda *said: garbage.append(said), log)
+        host.mask = SecretMask({"TOKEN": "hf_abcdef"})
+        say = msgspec.msgpack.Encoder().encode
+        host.link._decode(say(m.Loaded(version=1, nbytes=5, warning="hf_abcdef", schema=b"\xff hf_abcdef \xc3")))
+        host.link._decode(say(m.Importing(confinement="")))
+        host.close()
+
+    asyncio.run(main())
+    assert heard == [m.Loaded(version=1, nbytes=5, warning="[secret TOKEN]", schema=b"\xff [secret TOKEN] \xc3")]
+    assert garbage == [("1-1", "what it sent raised KeyError in the router")]
 
 
 @pytest.mark.parametrize("union", [m.InstanceToRouter, m.InstanceToStore])

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.core.masking import NO_MASK, SecretMask
+from dormouse.core.masking import NO_MASK, PIECE_NBYTES, TEXT_NBYTES, SecretMask
 
 
 def test_what_stands_instead_names_the_secret() -> None:
@@ -49,6 +51,66 @@ def test_a_secret_that_begins_as_another_one() -> None:
     assert [mask.feed(b"see hf_abc"), mask.feed(b"def and hf_abc"), mask.feed(b"d"), mask.rest()] == [
         b"see ", b"[secret LONG] and ", b"", b"[secret SHORT]d"
     ]  # fmt: skip
+
+
+def test_a_long_secret_is_hidden_and_named_once() -> None:
+    value = "".join(f"{number:x}-" for number in range(3000))
+    data, mask = f"it is {value}, {value}.".encode(), SecretMask({"LONG": value})
+    for size in (1, 100, PIECE_NBYTES, 5000, len(data)):
+        pieces = [mask.feed(data[start : start + size]) for start in range(0, len(data), size)]
+        assert b"".join([*pieces, mask.rest()]) == b"it is [secret LONG], [secret LONG].", size
+    assert mask.text(json.dumps(value)) == '"[secret LONG]"'
+
+
+def test_a_part_of_a_secret_that_may_stand_in_any_text_is_none() -> None:
+    ended = "-----BEGIN KEY-----\n" + "Zm9v" * 300 + "\n-----"
+    mask = SecretMask({"SHORT": "a      ", "KEY": ended})
+    assert mask.text("a ----- b") == "a ----- b"
+
+
+def test_of_a_longer_text_the_last_lines_are_kept_and_no_part_of_a_secret() -> None:
+    mask = SecretMask({"S": "s3cret" * 100})
+    text = "s3cret" * 100 + "\n" + "x" * (TEXT_NBYTES - 8) + "\nError: s3cret"
+    assert mask.text(text) == "...\nError: s3cret"
+    assert mask.text("s3cret" * TEXT_NBYTES) == "...\n"
+
+
+@pytest.mark.parametrize(
+    ("secrets", "said"),
+    [
+        ({"S": "\n".join("a" * 8 + str(number) for number in range(2000))}, b"a"),
+        ({f"S{number}": f"a{number:03d}" for number in range(900)}, b"a001"),
+        ({"S": "abcd", "LONG": "a" * 31000 + "x"}, b"abcd"),
+        ({"S": "\n".join("a" * number for number in range(8, 250))}, b"aaaaaaab"),
+        ({"S": "aaaa", "LONG": "a" * 32000}, b"a"),
+    ],
+)
+def test_a_place_costs_a_few_looks_whatever_the_secrets_are(secrets: dict[str, str], said: bytes) -> None:
+    """Counted in comparisons of forms, not in time: before, 16 KiB of `a` held the router's loop for a second."""
+    looks = 0
+
+    class Form(bytes):
+        def startswith(self, *args: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().startswith(*args)
+
+        def __getitem__(self, index: Any) -> Any:
+            return Form(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+        def __lt__(self, other: bytes) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().__lt__(other)
+
+        def __radd__(self, other: bytes) -> bytes:
+            return Form(other + bytes(self))
+
+    mask, data = SecretMask(secrets), (said * 4096)[:4096]
+    for _ in range(4):
+        mask.feed(Form(data))
+    mask.rest()
+    assert 0 < looks < 30 * 4 * (4096 + PIECE_NBYTES)
 
 
 @given(st.text("abc", max_size=60), st.integers(1, 7))
