@@ -7,11 +7,11 @@ from typing import ClassVar, Final, assert_never
 import msgspec
 import orjson
 
-from dormouse.controller import moves, orders, pools, service
+from dormouse.controller import orders, pools, service
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.learned import RuntimeNews
 from dormouse.controller.measures import measures
-from dormouse.controller.moves import ModelMoves
+from dormouse.controller.moving import Moving
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
 from dormouse.controller.overshares import OverShares
@@ -62,7 +62,7 @@ class Controller(Actor):
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
         self._queries = Queries()
-        self._moves = ModelMoves()
+        self._moving = Moving(self.scheduler, self._links, self._perform, self.loop.time)
         self._store_status = NO_STORE
         self._timer = DueTimer(self._tick)
         self._supervisor_watch = SupervisorWatch()
@@ -181,7 +181,7 @@ class Controller(Actor):
             case m.AskPin():
                 self._asked_pin(message)
             case m.AskMove():
-                self._asked_move(message)
+                self._moving.asked(message)
             case m.AskUsage():
                 self._say(self._usage.answer(message))
             case m.Served():
@@ -249,12 +249,11 @@ class Controller(Actor):
                 if isinstance(message, m.Awake) and (woken := orders.awoken(gpu, epoch, message, self.scheduler)):
                     self._say(woken)
                 self._perform(orders.event(gpu, epoch, message))
-                if isinstance(message, m.Preloaded) and message.outcome in ("refused", "failed"):
-                    name = self.scheduler.function_of(message.instance)
-                    self._moved(self._moves.brought(name), moves.no_room(name, message.outcome))
+                if isinstance(message, m.Preloaded):
+                    self._moving.preloaded(message)
             case m.Unloaded(query=query, left_nbytes=left_nbytes):
                 self._perform(orders.event(gpu, epoch, message))
-                self._left_gpu(query, gpu, left_nbytes)
+                self._moving.left_gpu(query, gpu, left_nbytes)
             case m.Violation():
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
@@ -281,8 +280,7 @@ class Controller(Actor):
                 if (query := self._queries.reported(message.query)) is not None:
                     self._say_status(query, message)
             case m.MovedDown(query=query, left_nbytes=left_nbytes):
-                if (leaving := self._moves.left_host(query)) is not None:
-                    self._moved([query], moves.in_use(leaving.function, left_nbytes, "in host memory"))
+                self._moving.left_host(query, left_nbytes)
             case m.ModelDamaged():
                 self.log.error("model_damaged", instances=message.instances, reason=message.text)
                 for instance in message.instances:
@@ -330,37 +328,6 @@ class Controller(Actor):
                 self._perform(service.service_level(spec, pinned=asked.pinned))
         self._say(m.Status(query=asked.query, json=b"{}", failure=failure))
 
-    def _asked_move(self, asked: m.AskMove) -> None:
-        name, query = asked.name, asked.query
-        instances = self.scheduler.instances_of(name)
-        if not instances:
-            self._moved([query], moves.not_loaded(name))
-            return
-        if asked.to == "gpu":
-            self._moves.brings(query, name)
-            self._perform(ev.BringAsked(name, self.loop.time() + moves.BRING_S))
-            return
-        self._perform(ev.KeptAway(name, self.loop.time() + moves.AWAY_S))
-        gpus = {number for number in self._links.gpus if number in self.scheduler.gpus}
-        self._moves.leaves(query, moves.ModelLeaves(name, instances, set(gpus), asked.to == "disk"))
-        for number in gpus:
-            self._links.to_gpu(number, m.DropModel(query=query, instances=instances))
-        if not gpus:
-            self._left_gpu(query, -1, 0)
-
-    def _left_gpu(self, query: int, gpu: int, left_nbytes: int) -> None:
-        leaving = self._moves.left_gpu(query, gpu, left_nbytes)
-        if leaving is None:
-            return
-        if leaving.down and not leaving.left_nbytes and self._links.has_store:
-            self._links.to_store(m.MoveDown(query=query, instances=leaving.instances))
-        else:
-            self._moved([query], moves.in_use(leaving.function, leaving.left_nbytes, "on a GPU"))
-
-    def _moved(self, queries: list[int], failure: m.Failure | None) -> None:
-        for query in queries:
-            self._say(m.Status(query=query, json=b"{}", failure=failure))
-
     # --- actions
 
     def _perform(self, event: ev.Event) -> None:
@@ -368,9 +335,7 @@ class Controller(Actor):
         actions = self.scheduler.handle(event, now_s)
         for action in actions:
             self._act(action)
-        for name in self._moves.bringing:
-            if self.scheduler.is_on_gpu(name):
-                self._moved(self._moves.brought(name), None)
+        self._moving.look()
         self._over_share.look(self.scheduler.shares, now_s)
         self._set_timer()
         self._record.add(now_s, event, actions)
