@@ -1,0 +1,111 @@
+"""Batches of requests on a real node whose scheduler is recorded: the core decides the same when it is told the same
+again, and the simulator tells it the same as the node.
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from dormouse.controller.recording import Recording
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.controller.simulator.devices import ModelSpec
+from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.node.testing import TestNode, running_node
+from dormouse.schemas.policy import Policy
+
+CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\n[record]\npath = "events"\n'
+
+FUNCTION = """
+import os, time
+import torch
+
+def load():
+    return torch.ones(4).to("cuda")
+
+def handle_batch(weights, requests):
+    for each in requests:
+        if isinstance(each, str):
+            print("at", each, flush=True)
+            while not os.path.exists(each):
+                time.sleep(0.01)
+    numbers = torch.tensor([0.0 if isinstance(each, str) else each for each in requests])
+    return (numbers.to("cuda")[:, None] * weights).sum(1).tolist()
+"""
+
+HOUR_S = 3600.0
+"""A deadline that no batch is made smaller for."""
+
+Decided = list[tuple[int, int]]
+"""Of each batch how many requests the core had heard of last, and how many it gave the lease to."""
+
+
+def decided(heard: list[tuple[ev.Event, list[ev.Action]]], instances: set[str]) -> Decided:
+    waiting: dict[int, int] = {}
+    found: Decided = []
+    for event, actions in heard:
+        if isinstance(event, ev.Asked) and event.batch is not None and event.instance in instances:
+            waiting[event.request] = len(event.batch.deadlines)
+        elif isinstance(event, ev.BatchGrew) and event.request in waiting:
+            waiting[event.request] = len(event.deadlines)
+        for each in actions:
+            if isinstance(each, ev.WakeOn) and each.request in waiting:
+                found.append((waiting.pop(each.request), each.requests))
+    return found
+
+
+def recorded(path: Path, function: str) -> Decided:
+    heard = [(entry.event, list(entry.actions)) for entry in Recording(str(path)).events()]
+    known = {event.instance for event, _ in heard if isinstance(event, ev.InstanceKnown) and event.function == function}
+    return decided(heard, known)
+
+
+def simulated(more: int) -> Decided:
+    """One request runs for a second, in which the others come."""
+    spec = ModelSpec(name="m", nbytes=1 << 20, run_s=1.0, batch=8, per_request_s=0.1)
+    simulation = Simulation(Policy(), Topology(host_bps=1e9), 1, 64 << 20, [spec], [HOUR_S], 0.98)
+    heard: list[tuple[ev.Event, list[ev.Action]]] = []
+    handle = simulation.core.handle
+
+    def watched(event: ev.Event, now_s: float) -> list[ev.Action]:
+        actions = handle(event, now_s)
+        heard.append((event, actions))
+        return actions
+
+    with patch.object(simulation.core, "handle", watched):
+        simulation.run(np.arange(more + 1) * 0.05, np.zeros(more + 1, dtype=np.int64))
+    return decided(heard, {"f0"})
+
+
+def running(node: TestNode) -> int:
+    return int(node.status()["functions"]["batched"]["running"])
+
+
+def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
+    with running_node(CONFIG) as node:
+        node.deployed("batched", FUNCTION, batch=8, deadline="1h", timeout="100s")
+        node.deployed("patient", FUNCTION, batch=4, batch_wait="20ms")
+        gate, record = node.shared / "gate", node.state / "events"
+        with ThreadPoolExecutor(16) as pool:
+            first = pool.submit(node.result, "batched", str(gate))
+            node.wait(lambda: f"at {gate}" in node.log_of("batched"), 60, "the first to run")
+            others = []
+            for number in range(1, 12):
+                others.append(pool.submit(node.result, "batched", number))
+                node.wait(lambda: running(node) == len(others) + 1, 60, "it to come")
+            gate.touch()
+            assert first.result() == 0.0
+            assert [each.result() for each in others] == [4.0 * number for number in range(1, 12)]
+            answers = list(pool.map(lambda number: node.result("patient", number), range(64)))
+            assert answers == [4.0 * number for number in range(64)]
+        node.wait(lambda: sum(size for _, size in recorded(record, "patient")) == 64, 60, "all to be in the file")
+        assert recorded(record, "batched") == simulated(11) == [(1, 1), (8, 8), (3, 3)]
+        command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
+        env = {**os.environ, "PYTHONHASHSEED": "77"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"
