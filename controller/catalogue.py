@@ -26,7 +26,11 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS emptied (row INTEGER PRIMARY KEY)",  # has one while the last function was removed
     "CREATE TABLE IF NOT EXISTS step_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",  # of language models
     "CREATE TABLE IF NOT EXISTS pins (name TEXT PRIMARY KEY)",
+    "CREATE TABLE IF NOT EXISTS batch_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",
 )
+
+BatchTimesKnown = tuple[tuple[int, float], ...]
+"""What a batch of so many requests takes, in seconds."""
 
 _NOTE_IF_EMPTY: Final = ("INSERT OR IGNORE INTO emptied SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM functions)", ())
 
@@ -51,7 +55,7 @@ class CatalogueFile:
                     f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
-            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins'"
+            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'batch_times'"
             missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
             for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
                 self._db.execute(statement)
@@ -133,8 +137,20 @@ class CatalogueFile:
 
     def keep_step_times(self, times: Mapping[str, StepTimes]) -> None:
         """Of functions that are there. Raises NotWritten."""
+        self._keep_learned("step_times", times)
+
+    def batch_times(self) -> dict[str, BatchTimesKnown]:
+        """What batches were learned to take, by function."""
+        rows = self._db.execute("SELECT name, times FROM batch_times").fetchall()
+        return {name: msgspec.msgpack.decode(times, type=BatchTimesKnown) for name, times in rows}
+
+    def keep_batch_times(self, times: Mapping[str, BatchTimesKnown]) -> None:
+        """Of functions that are there. Raises NotWritten."""
+        self._keep_learned("batch_times", times)
+
+    def _keep_learned(self, table: str, times: Mapping[str, object]) -> None:
         there = "EXISTS (SELECT 1 FROM functions WHERE name = ?)"
-        statement = f"INSERT OR REPLACE INTO step_times SELECT ?, ? WHERE {there}"
+        statement = f"INSERT OR REPLACE INTO {table} SELECT ?, ? WHERE {there}"
         try:
             self._write(*((statement, (name, msgspec.msgpack.encode(each), name)) for name, each in times.items()))
         except sqlite3.Error as error:
@@ -158,6 +174,7 @@ class CatalogueFile:
             ("DELETE FROM functions WHERE name = ?", (name,)),
             ("DELETE FROM quarantine WHERE name = ?", (name,)),
             ("DELETE FROM step_times WHERE name = ?", (name,)),
+            ("DELETE FROM batch_times WHERE name = ?", (name,)),
             ("DELETE FROM pins WHERE name = ?", (name,)),
             _NOTE_IF_EMPTY,
         )

@@ -1,14 +1,14 @@
 """What runtimes tell of themselves, for the scheduler: on which GPU they have a process, and what their steps take.
-That goes to the catalogue, too, now and then.
+That goes to the catalogue, too, now and then, and so does what the scheduler has learned of batches of requests.
 """
 
 from collections.abc import Iterable
 from typing import Any, Final
 
-from dormouse.controller.catalogue import CatalogueFile, NotWritten
+from dormouse.controller.catalogue import BatchTimesKnown, CatalogueFile, NotWritten
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.core.step_times import news
+from dormouse.core.step_times import NEWS, news
 from dormouse.schemas import messages as m
 
 KEEP_S: Final = 60.0
@@ -21,7 +21,8 @@ class RuntimeNews:
     def __init__(self, scheduler: Scheduler, log: Any) -> None:
         self._scheduler, self._log = scheduler, log
         self._unkept: dict[str, m.StepTimes] = {}  # by function
-        self._kept_s = float("-inf")
+        self._kept_s = self._looked_s = float("-inf")
+        self._kept_batches: dict[str, dict[int, float]] = {}  # by function: what the catalogue has
 
     def heard(self, gpu: int, told: m.RuntimeLoad | m.Trouble, there: Iterable[m.RuntimeLoad]) -> list[ev.Event]:
         """What is news of that. ``there`` are all of this GPU."""
@@ -51,6 +52,9 @@ class RuntimeNews:
 
     def keep(self, catalogue: CatalogueFile, now_s: float, last: bool = False) -> None:
         """If it is time to, or the ``last`` one."""
+        if last or now_s >= self._looked_s + KEEP_S:
+            self._looked_s = now_s
+            self._keep_batches(catalogue)
         if not self._unkept or (now_s < self._kept_s + KEEP_S and not last):
             return
         self._kept_s, unkept = now_s, self._unkept
@@ -59,3 +63,26 @@ class RuntimeNews:
             catalogue.keep_step_times(unkept)
         except NotWritten as error:
             self._log.warning("step_times_not_written", error=str(error))
+
+    def _keep_batches(self, catalogue: CatalogueFile) -> None:
+        """Of functions where it is news."""
+        functions = self._scheduler.functions
+        known = {name: each.batches.times.known for name, each in functions.items() if each.batches is not None}
+        self._kept_batches = {name: kept for name, kept in self._kept_batches.items() if name in known}
+        late = {name: dict(times) for name, times in known.items() if _news(times, self._kept_batches.get(name, {}))}
+        if not late:
+            return
+        try:
+            catalogue.keep_batch_times({name: _sorted(times) for name, times in late.items()})
+        except NotWritten as error:
+            self._log.warning("batch_times_not_written", error=str(error))
+        else:
+            self._kept_batches |= late
+
+
+def _news(times: dict[int, float], kept: dict[int, float]) -> bool:
+    return any(abs(seconds - kept.get(count, 0.0)) > NEWS * seconds for count, seconds in times.items())
+
+
+def _sorted(times: dict[int, float]) -> BatchTimesKnown:
+    return tuple(sorted(times.items()))

@@ -79,9 +79,10 @@ class Controller(Actor):
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
-        times, pins = self.catalogue.step_times(), self.catalogue.pins()
+        steps, batches, pins = self.catalogue.step_times(), self.catalogue.batch_times(), self.catalogue.pins()
         for spec in self.catalogue.functions():
-            self._perform(service.service_level(spec, times.get(spec.name), spec.name in pins))
+            name = spec.name
+            self._perform(service.service_level(spec, steps.get(name), name in pins, batches.get(name, ())))
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
         self._choose_pool()
@@ -249,6 +250,8 @@ class Controller(Actor):
                 if isinstance(message, m.Awake) and (woken := orders.awoken(gpu, epoch, message, self.scheduler)):
                     self._say(woken)
                 self._perform(orders.event(gpu, epoch, message))
+                if isinstance(message, m.Done):
+                    self._runtimes.keep(self.catalogue, self.loop.time())
                 if isinstance(message, m.Preloaded):
                     self._moving.preloaded(message)
             case m.Unloaded(query=query, left_nbytes=left_nbytes):

@@ -18,12 +18,21 @@ ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
 
 
-def service_level(spec: m.FunctionSpec, times: m.StepTimes | None = None, pinned: bool = False) -> ev.FunctionKnown:
-    """The deadline of a language model is that of its first token. ``times`` of its steps, if they are known."""
+def service_level(
+    spec: m.FunctionSpec,
+    times: m.StepTimes | None = None,
+    pinned: bool = False,
+    batch_times: tuple[tuple[int, float], ...] = (),
+) -> ev.FunctionKnown:
+    """The deadline of a language model is that of its first token. ``times`` of its steps, ``batch_times`` of batches,
+    if they are known.
+    """
     llm, share = spec.llm, min(spec.percentile / 100, ALL)
     deadline_ms, tpot_ms, base = (spec.deadline_ms, 0, "") if llm is None else (llm.ttft_ms, llm.tpot_ms, llm.base)
     deadline_s, tpot_s = deadline_ms / 1000, tpot_ms / 1000
-    return ev.FunctionKnown(spec.name, deadline_s, share, 1.0, spec.tenant, base, tpot_s, times, pinned=pinned)
+    known = batch_times if spec.batch else ()
+    level = spec.name, deadline_s, share, 1.0, spec.tenant, base, tpot_s, times
+    return ev.FunctionKnown(*level, pinned=pinned, batch_times=known)
 
 
 def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) -> str:

@@ -72,7 +72,8 @@ class ExecutorDown(_Event, frozen=True):
 class FunctionKnown(_Event, frozen=True):
     """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``. ``base``: the function
     to whose model its own only adds; "": none. ``base_nbytes``: of that, if it is no function with instances.
-    ``context_nbytes``: what its runtime's process has of the memory that is for models.
+    ``context_nbytes``: what its runtime's process has of the memory that is for models. ``batch_times``: what batches
+    of so many requests take, in seconds, as it was learned before.
     """
 
     function: str
@@ -86,6 +87,7 @@ class FunctionKnown(_Event, frozen=True):
     base_nbytes: int = 0
     context_nbytes: int = 0
     pinned: bool = False  # its model is the last to leave a GPU
+    batch_times: tuple[tuple[int, float], ...] = ()
 
 
 class FunctionGone(_Event, frozen=True):

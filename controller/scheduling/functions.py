@@ -1,6 +1,7 @@
 """What is known of a function from its own requests: rate, time on a GPU, compliance. Pure."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log, log2
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -311,6 +312,14 @@ class Function:
             return
         extra_s = hold_s - max(self.run_of(requests) if requests else run_s, copy_s)
         self.extra_s += (extra_s - self.extra_s) * SMOOTHING
+
+    def batches_took(self, times: Sequence[tuple[int, float]]) -> None:
+        """Its batches of so many requests took so long before this scheduler began."""
+        self.batches = RequestBatches(1, 0.0, self.deadline_s)
+        for count, seconds in times:
+            self.batches.took(count, 0, seconds)
+        if (one_s := self.batches.times.of(1)) is not None:
+            self.run_s = self.hold_s = self.best_s = one_s
 
     def worked(self, gpu_s: float, lease_s: float) -> None:
         """A lease of its language model is over, which lasted so long."""

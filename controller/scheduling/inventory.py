@@ -104,6 +104,8 @@ class Inventory:
         function.context_nbytes, function.pinned = event.context_nbytes, event.pinned
         if event.times is not None and function.times is None:
             function.timed(event.times)
+        if event.batch_times and function.batches is None:
+            function.batches_took(event.batch_times)
 
     def function_gone(self, name: str) -> None:
         function = self.functions.get(name)

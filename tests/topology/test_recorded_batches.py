@@ -65,6 +65,13 @@ def recorded(path: Path, function: str) -> Decided:
     return decided(heard, known)
 
 
+def ended(path: Path) -> bool:
+    """Whether all leases in the file are over."""
+    actions = [action for entry in Recording(str(path)).events() for action in entry.actions]
+    woken = {each.request for each in actions if isinstance(each, ev.WakeOn)}
+    return woken == {each.request for each in actions if isinstance(each, ev.FinishLease)}
+
+
 def simulated(more: int) -> Decided:
     """One request runs for a second, in which the others come."""
     spec = ModelSpec(name="m", nbytes=1 << 20, run_s=1.0, batch=8, per_request_s=0.1)
@@ -78,7 +85,7 @@ def simulated(more: int) -> Decided:
         return actions
 
     with patch.object(simulation.core, "handle", watched):
-        simulation.run(np.arange(more + 1) * 0.05, np.zeros(more + 1, dtype=np.int64))
+        simulation.run(np.linspace(0.0, 0.5, more + 1), np.zeros(more + 1, dtype=np.int64))
     return decided(heard, {"f0"})
 
 
@@ -103,9 +110,28 @@ def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
             assert [each.result() for each in others] == [4.0 * number for number in range(1, 12)]
             answers = list(pool.map(lambda number: node.result("patient", number), range(64)))
             assert answers == [4.0 * number for number in range(64)]
-        node.wait(lambda: sum(size for _, size in recorded(record, "patient")) == 64, 60, "all to be in the file")
+        node.wait(
+            lambda: sum(size for _, size in recorded(record, "patient")) == 64 and ended(record), 60, "all in the file"
+        )
         assert recorded(record, "batched") == simulated(11) == [(1, 1), (8, 8), (3, 3)]
         command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
         env = {**os.environ, "PYTHONHASHSEED": "77"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
         assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"
+        expect_times_kept(node)
+
+
+def batch_ms(node: TestNode) -> dict[str, dict[str, float]]:
+    return {name: each["service"]["batch_ms"] for name, each in node.status()["functions"].items()}
+
+
+def expect_times_kept(node: TestNode) -> None:
+    """The next controller knows what batches took."""
+    before = batch_ms(node)
+    assert set(before["batched"]) >= {"3", "8"}, "the first may have waited for the copy of its model"
+    assert node.process is not None
+    node.process.terminate()
+    node.process.wait(60)
+    node.start()
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+    assert batch_ms(node) == before

@@ -43,14 +43,28 @@ def test_what_steps_take_is_kept_of_functions_that_are_there(tmp_path: Path) -> 
     again.close()
 
 
+def test_what_batches_take_is_kept_of_functions_that_are_there(tmp_path: Path) -> None:
+    first = CatalogueFile(tmp_path / "c")
+    for name in ("a", "b"):
+        first.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+    first.keep_batch_times(dict.fromkeys("abc", ((1, 0.5),)))
+    first.keep_batch_times({"a": ((1, 0.5), (8, 0.75))})
+    first.remove("b")
+    first.close()
+    again = CatalogueFile(tmp_path / "c")
+    assert again.batch_times() == {"a": ((1, 0.5), (8, 0.75))}
+    again.close()
+
+
 def test_an_older_file_learns_what_steps_take(tmp_path: Path) -> None:
     CatalogueFile(tmp_path / "c").close()
     db = sqlite3.connect(tmp_path / "c")
     db.execute("DROP TABLE step_times")
+    db.execute("DROP TABLE batch_times")
     db.commit()
     db.close()
     again = CatalogueFile(tmp_path / "c")
-    assert again.step_times() == {}
+    assert (again.step_times(), again.batch_times()) == ({}, {})
     again.close()
 
 
