@@ -56,6 +56,7 @@ def watched(simulation: Simulation) -> list[tuple[float, ev.Event, list[ev.Actio
     def handled(event: ev.Event, now_s: float) -> list[ev.Action]:
         actions = handle(event, now_s)
         simulation.core.check()
+        assert not isinstance(event, ev.Tick) or simulation.core._queue.held_until_s > now_s, "or ticks never end"
         for gpu in simulation.gpus:
             gpu.residency.check()
             for lease in gpu.leases.values():

@@ -241,7 +241,7 @@ class Queue:
     def let_go_overdue(self, now_s: float) -> None:
         """Nobody knows any more when the leases that these wait for end."""
         if self.held_until_s <= now_s:
-            for number in sorted(self._holding):
+            for number in sorted(self._holding | self._postponed.keys()):  # one that jumps the order is held nowhere
                 gpu = self._gpus[number]
                 late = gpu.running is not None and gpu.running.overdue_s <= now_s
                 if late or self._postponed.get(number, INFINITY) <= now_s:

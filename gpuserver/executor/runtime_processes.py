@@ -94,9 +94,14 @@ class RuntimeProcesses:
         return runtime
 
     def _zygote_gone(self) -> None:
-        """All that it has forked die with it."""
-        for runtime in [each for each in self.living if each.pidfd < 0]:
-            self._gone(runtime)
+        """All that it has forked die with it; what waits for room it has not forked."""
+        forked = [each for each in self.living if each not in self._unforked]
+        for runtime in forked:
+            self.kill(runtime)  # so that what waits, waits for its room
+        for runtime in forked:
+            if runtime.pidfd < 0:
+                self._bury(runtime)
+        self._fork()
 
     def _uid(self, instance_uids: Collection[int]) -> int:
         """One that no other runtime has; the node's own where they cannot have one."""
@@ -165,16 +170,20 @@ class RuntimeProcesses:
 
     def kill(self, runtime: Runtime) -> None:
         runtime.ending = True
-        if runtime in self._unforked:
+        if (unforked := self._unforked.pop(runtime, None)) is not None:
+            unforked[1].close()
             self._host.loop.call_soon(self._gone, runtime)
         if runtime.pidfd >= 0 and not runtime.dead:
             with suppress(ProcessLookupError):  # it has ended by itself
                 signal.pidfd_send_signal(runtime.pidfd, signal.SIGKILL)
 
     def _gone(self, runtime: Runtime) -> None:
-        """The process is: nothing is mapped there."""
-        if runtime.dead:
-            return
+        """The process is: nothing is mapped there, and another may have its room."""
+        if not runtime.dead:
+            self._bury(runtime)
+            self._fork()
+
+    def _bury(self, runtime: Runtime) -> None:
         runtime.dead = True
         self.tell_load(runtime, None)
         for owed in runtime.owed.values():
@@ -188,12 +197,9 @@ class RuntimeProcesses:
         for _, fds in runtime.waiting:
             close_all(fds)
         self.living.remove(runtime)
-        if (unforked := self._unforked.pop(runtime, None)) is not None:
-            unforked[1].close()
         if self.by_name.get(runtime.name) is runtime:
             del self.by_name[runtime.name]
         self._on_gone(runtime)
-        self._fork()
 
     def close(self) -> None:
         """All of them are ended; this process is about to be."""

@@ -183,6 +183,7 @@ class Forking:
         self.events: list[Any] = []
         self.told: list[Any] = []  # the controller
         self.timers: list[tuple[float, Any]] = []  # seconds, and what is done then
+        self.soon: list[Any] = []  # what is done next
         forking = self
 
         class Zygote:
@@ -204,6 +205,9 @@ class Forking:
             def call_later(self, after_s: float, work: Any, *arguments: Any) -> Any:
                 forking.timers.append((after_s, lambda: work(*arguments)))
                 return self
+
+            def call_soon(self, work: Any, *arguments: Any) -> None:
+                forking.soon.append(lambda: work(*arguments))
 
             def cancel(self) -> None:
                 forking.timers.pop()
@@ -300,6 +304,43 @@ def test_where_no_context_has_room_the_one_that_rests_for_longest_ends_first(for
         assert not any(each.ending for each in (first, third, fourth))
         forking.runtimes.processes._gone(first)
         forking.runtimes.processes._gone(third)
+
+
+def test_what_waits_for_room_outlives_the_process_that_would_have_forked_it(forking: Forking) -> None:
+    """It is forked by the next one, once, when what the last one has forked is gone."""
+    forking.device.context_nbytes, forking.device.beside_nbytes = 100, 299
+    for number, instance in enumerate("abc"):
+        forking.attach(instance, 61_000 + number)
+    first, second = (forking.begin(number, name, name) for number, name in enumerate("ab"))
+    with processes(1) as (pidfd,):
+        forking.runtimes.processes._spawned(first.number, pidfd)
+        forking.runtimes.lease_over(0)
+        third = forking.begin(2, "c", "c")
+        assert [spawn.number for spawn in forking.spawned] == [first.number, second.number]
+        forking.runtimes.processes._zygote_gone()
+        assert (first.ending, second.dead, third.dead) == (True, True, False)
+        assert forking.events == [e.RuntimeGone("b")]
+        forking.runtimes.processes._gone(first)
+        assert [spawn.number for spawn in forking.spawned] == [first.number, second.number, third.number]
+
+
+def test_one_that_is_ended_while_it_waits_for_room_is_never_forked(forking: Forking) -> None:
+    forking.device.context_nbytes, forking.device.beside_nbytes = 100, 199
+    for number, instance in enumerate("abc"):
+        forking.attach(instance, 61_000 + number)
+    first = forking.begin(0, "a", "a")
+    with processes(1) as (pidfd,):
+        forking.runtimes.processes._spawned(first.number, pidfd)
+        forking.runtimes.lease_over(0)
+        second, third = forking.begin(1, "b", "b"), forking.begin(2, "c", "c")
+        assert first.ending
+        forking.runtimes.detach("b")
+        assert second.ending
+        forking.runtimes.processes._gone(first)
+        for work in forking.soon:
+            work()
+        assert second.dead
+        assert [spawn.number for spawn in forking.spawned] == [first.number, third.number]
 
 
 @contextmanager

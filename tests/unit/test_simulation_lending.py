@@ -91,3 +91,15 @@ def test_all_is_answered_and_given_back_whatever_comes(mb: int, turns: int, prel
         assert np.isfinite(latency_s).all()
         gpu = simulation.gpus[0]
         assert (gpu.lent, gpu.leases) == (False, {})
+
+
+@pytest.mark.parametrize("seed", [1015, 1020])
+def test_a_lease_that_is_overdue_for_its_turn_asks_for_one_tick_at_a_time(seed: int) -> None:
+    """It jumps the order while its turn is not worth a wake yet, and so is held for no GPU."""
+    models = [*(llm(prompt=20 + 300 * number, output=30, nbytes=100, kv=100_000) for number in range(4)), function(90)]
+    rng = np.random.default_rng(seed)
+    asked = [(float(at_s), int(rng.integers(0, 5))) for at_s in np.sort(rng.uniform(0.0, 4.0, 24))]
+    simulation = made(models, policy=Policy(), mb=500)
+    watched(simulation)
+    latency_s, _ = run(simulation, *asked)
+    assert np.isfinite(latency_s).all()
