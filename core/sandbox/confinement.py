@@ -202,6 +202,12 @@ def _windows(cell: Cell) -> list[mounts.BoundPath]:
     return windows
 
 
+def expect_no_link(folder: str) -> None:
+    """Raises ProcessFailed if this is another folder by now: what makes environments may be no friend."""
+    if os.path.realpath(folder) != os.path.join(os.path.realpath(os.path.dirname(folder)), os.path.basename(folder)):
+        raise ProcessFailed(f"{folder} is a link; remove it, and deploy the function again")
+
+
 def close_descriptors(keep: Iterable[int]) -> None:
     """Close everything except stdin, stdout, stderr and ``keep``."""
     start = 3
@@ -228,6 +234,7 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     changes_uid = cell.uid != os.getuid()
     private = _private(level, cell)
     if cell.environment:
+        expect_no_link(cell.environment)
         private[ENVIRONMENT] = _named(level, cell.uid, cell.environment, view.ENVIRONMENT)
     if level.flags:
         root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid, cell.network)

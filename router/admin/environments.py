@@ -12,8 +12,8 @@ kept has it, and no deploy is about to.
 """
 
 import asyncio
+import errno
 import os
-import stat
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +28,7 @@ from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
 from dormouse.core.paths import RunPaths
 from dormouse.core.requirements import RequirementsRefused, checked, of_project
+from dormouse.router.admin import builtfiles
 from dormouse.router.decisions import failures
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.instances.instances import Instances
@@ -42,7 +43,6 @@ TEXT_NBYTES: Final = 4000
 LEAST_FREE_NBYTES: Final = 1 << 20
 """On the disk: with less, a build could not even say how it ended."""
 
-MOST_FILES: Final = 200_000
 WAITING: Final = 16
 """Builds that wait for others."""
 
@@ -200,9 +200,11 @@ class Environments:
         except HttpError as error:
             done.set_exception(error)
             done.exception()  # who asked may have left
-        except OSError as error:
-            self._node.log.warning("environment_not_kept", reason=str(error))
-            done.set_exception(_disk_full())
+        except Exception as error:  # the outermost frame of what may be anybody's packages: it ends this build alone
+            self._node.log.warning("environment_not_kept", reason=str(error), exc_info=True)
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            text = f"the node could not keep what was built: {error}"[:TEXT_NBYTES]
+            done.set_exception(_disk_full() if full else refuse(500, "build_failed", text))
             done.exception()
         finally:
             del self._building[asked]
@@ -284,8 +286,13 @@ class Environments:
                 await asyncio.wait((ended,), timeout=max(0.0, min(LOOK_S, end_s - loop.time())))
                 if ended.done() or failure is not None:
                     continue
-                nbytes = await loop.run_in_executor(self._thread, _nbytes, place)
-                if nbytes > most_nbytes:
+                try:
+                    nbytes = await loop.run_in_executor(self._thread, builtfiles.nbytes, str(place))
+                except HttpError as error:
+                    nbytes, failure = 0, error
+                if failure is not None:
+                    pass
+                elif nbytes > most_nbytes:
                     failure = self._too_large()
                 elif loop.time() >= end_s:
                     text = (
@@ -331,7 +338,7 @@ class Environments:
             fd = os.open(built / RESULT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as file:
                 result = msgspec.json.decode(file.read(RESULT_NBYTES), type=BuildResult)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             if self._full():
                 raise _disk_full() from None
             raise refuse(500, "build_failed", "the build said nothing of its end; see the function's log") from None
@@ -341,10 +348,16 @@ class Environments:
             raise refuse(422, result.code[:40], result.text[:TEXT_NBYTES])
         if not result.lock:
             return ""
-        nbytes = _own(built / SITE)
+        # Nothing of the build runs any more: a zygote says that an instance has ended when all its processes have.
+        fd = os.open(built, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            builtfiles.take_folder(fd, 0o700)
+            nbytes, files = builtfiles.own(SITE, fd)
+        finally:
+            os.close(fd)
         if nbytes > parse_nbytes(self._config.size):
             raise self._too_large()
-        names = sorted({path.name.removesuffix(".py").partition(".")[0] for path in (built / SITE).iterdir()})
+        names = sorted({name.removesuffix(".py").partition(".")[0] for name in files})
         python, torch = self._node.torch
         key = _hash(*result.lock, python, torch, scope)[:24]
         before = self._known.get(key)
@@ -393,36 +406,3 @@ def _write(path: Path, record: EnvironmentRecord) -> None:
     half = path.with_name(f"{path.name}.new")
     half.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
     half.replace(path)
-
-
-def _nbytes(place: Path) -> int:
-    """On the disk, of what is being written."""
-    total = 0
-    for here, _, names in os.walk(place):
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(here, name)).st_size
-    return total
-
-
-def _own(site: Path) -> int:
-    """Make all of it the node's, which nobody else writes; its bytes. Raises HttpError, OSError."""
-    total = files = 0
-    os.chown(site, os.getuid(), os.getgid(), follow_symlinks=False)
-    for here, folders, names in os.walk(site):
-        os.chmod(here, 0o755)
-        for name in (*folders, *names):
-            path = os.path.join(here, name)
-            found = os.lstat(path)
-            files += 1
-            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)) or (
-                found.st_nlink > 1 and name in names
-            ):
-                raise refuse(422, "bad_wheel", f"{os.path.relpath(path, site)!r} is no ordinary file")
-            if files > MOST_FILES:
-                raise refuse(413, "environment_too_large", f"the environment has more than {MOST_FILES:,} files")
-            os.chown(path, os.getuid(), os.getgid(), follow_symlinks=False)
-            if name in names:
-                os.chmod(path, 0o755 if found.st_mode & 0o100 else 0o644)
-                total += found.st_size
-    return total

@@ -47,7 +47,9 @@ def _packages(folder: Path) -> PackageIndex:
     index.wheel("other-numpy", "1.0", {"other_numpy.py": ""}, requires=("numpy==1.0",))
     index.wheel("numpy", "1.0", {"numpy/__init__.py": ""})
     index.wheel("large", "1.0", {"large/data.txt": "0123456789abcdef" * (200 << 10)})
+    index.wheel("deep", "1.0", {"deep.py": "", "/".join(["d"] * 400) + "/x.py": ""})
     index.sources("compiled", "1.0", SETUP)
+    index.sources("sly", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": SLY})
     index.sources("built", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": BACKEND})
     return index
 
@@ -69,6 +71,47 @@ def build_wheel(folder, settings=None, metadata=None):
             archive.writestr(path, text)
     return "built-1.0-py3-none-any.whl"
 """
+SLY = """
+import json, os, re, signal, time
+def stat(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+def installing():
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if b"--target" in open(f"/proc/{pid}/cmdline", "rb").read():
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+def stay():
+    # A process that outlives pip: it stops who builds, and changes what is looked over.
+    pips = installing()
+    if not pips:
+        return
+    builder = int(stat(pips[0])[1])
+    os.kill(builder, signal.SIGSTOP)
+    if os.fork():
+        return
+    os.setsid()
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    os.closerange(3, 1000)
+    while installing():
+        time.sleep(0.01)
+    lines = [line.split() for line in open("/proc/self/mountinfo")]
+    root = next(line[3] for line in lines if line[4] == "/environment")
+    os.rename("/environment/site", "/environment/before")
+    os.symlink(re.sub("/environments/.*", "/functions", root), "/environment/site")
+    with open("/environment/result.json", "w") as file:
+        json.dump({"code": "", "lock": ["sly==1"], "names": []}, file)
+    os.chmod("/environment/result.json", 0o400)  # who builds cannot write its own any more
+    os.kill(builder, signal.SIGCONT)
+    os._exit(0)
+""" + BACKEND.replace("    info =", "    stay()\n    info =").replace("built-", "sly-").replace(
+    "Name: built", "Name: sly"
+)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +188,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
         ("other-numpy", "version_held", "is in use, and another cannot be: The conflict is caused by: other-numpy 1.0"),
         ("gpu-only", "cuda_refused", "nvidia-cublas-cu12 12.0, a part of CUDA"),
         ("escape", "build_failed", "outside the target directory"),
+        ("deep", "bad_wheel", "more than 100 folders in one another"),
         ("--index-url http://127.0.0.1:1/", "bad_requirements", "is an option of pip"),
     ],
 )
@@ -169,6 +213,19 @@ def test_sources_are_built_only_where_the_node_allows_it(node: TestNode, index: 
         by, sees = other.result("f", 0)
         assert (by == 60_999) is ("own-uid" in other.status()["node"]["confinement"])
         assert not sees, "it can read nothing that is the node's alone"
+
+
+def test_code_of_packages_cannot_have_another_folder_taken_for_what_it_builds(index: PackageIndex) -> None:
+    config = f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n'
+    with running_node(config, node='tenants = "many"\n') as node:
+        node.deployed("other", "def handle(state, request):\n    return 1\n", tenant="other")
+        before = (node.state / "functions").stat()
+        answer = node.deploy("f", FUNCTION, requirements="sly", allow_build=True, tenant="sly")
+        assert (answer.status, answer.code) == (422, "bad_wheel"), answer
+        after = (node.state / "functions").stat()
+        assert (after.st_mode, after.st_uid, after.st_ino) == (before.st_mode, before.st_uid, before.st_ino)
+        assert list((node.state / "environments").iterdir()) == []
+        assert node.result("other", 0) == 1
 
 
 def test_two_deploys_of_one_name_at_once(node: TestNode) -> None:

@@ -15,6 +15,7 @@ from dormouse.core import shm
 from dormouse.core.sandbox import confinement, environment, linux, mounts, view
 from dormouse.core.sandbox.mounts import BoundPath, Cover
 from dormouse.schemas import messages
+from dormouse.schemas.errors import ProcessFailed
 
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
@@ -251,6 +252,16 @@ def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
     for path in ("own file", "scratch file"):
         assert found[path] == "done: 1"
     assert found["file beside the function"] == "done: 'weights'"
+
+
+def test_an_environment_that_is_a_link_is_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "state" / "KEY" / "site").mkdir(parents=True)
+    (tmp_path / "by").symlink_to(tmp_path / "state")  # above it the node's owner may have links
+    confinement.expect_no_link(str(tmp_path / "by" / "KEY" / "site"))
+    (tmp_path / "state" / "KEY" / "site").rmdir()
+    (tmp_path / "state" / "KEY" / "site").symlink_to("..")
+    with pytest.raises(ProcessFailed, match="is a link"):
+        confinement.expect_no_link(str(tmp_path / "by" / "KEY" / "site"))
 
 
 def test_a_window_opens_only_what_a_cover_hides() -> None:
