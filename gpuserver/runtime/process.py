@@ -4,7 +4,6 @@ It owns one socket (executor_link.py) and its mappings of the pool's memory (map
 heard between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
 """
 
-import math
 import socket
 import time
 
@@ -12,17 +11,14 @@ import msgspec
 
 from dormouse.core.batching import BatchRule
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
-from dormouse.gpuserver.runtime.deadlines import Deadlines
-from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made
+from dormouse.gpuserver.runtime.engine import BadLogits, Engine
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
-from dormouse.gpuserver.runtime.gathering import Gathering
 from dormouse.gpuserver.runtime.mapping import PoolMapping
 from dormouse.gpuserver.runtime.members import Member, Members
-from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
-from dormouse.gpuserver.runtime.sampling import BadMask
+from dormouse.gpuserver.runtime.progress import StepProgress
+from dormouse.gpuserver.runtime.sequences import MemberSequences
 from dormouse.gpuserver.runtime.serving_model import ServingModel
-from dormouse.gpuserver.runtime.submissions import generation_of
 from dormouse.gpuserver.runtime.turn import RuntimeTurn
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.gpuserver.runtime.work import step_shares
@@ -41,9 +37,8 @@ class RuntimeProcess:
         self._kv = KvExtents(self._link, self._mapping)
         self._members = Members()
         self._progress = StepProgress()
-        self._gathering = Gathering(rule)
-        self._deadlines = Deadlines()
         self._serving = ServingModel(mapping, self._bound, self._kv)
+        self._sequences = MemberSequences(self._link, self._serving, self._members, self._progress, rule)
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
         self._awaited: set[int] = set()  # leases whose adapter is on its way
         self._turn = RuntimeTurn()
@@ -55,10 +50,10 @@ class RuntimeProcess:
         """Until the executor hangs up. Raises PeerLost."""
         heard = self._link.heard
         while True:
-            self._link.hear(not heard and not self._ready, self._due_s)
+            self._link.hear(not heard and not self._ready, self._sequences.due_s)
             while heard:
                 self._act(heard.popleft())
-            self._gathered()
+            self._sequences.join_gathered()
             for serial in list(self._awaited):  # segments come between steps, and in their middle
                 self._open(serial)
             if self._turn.over(self._ready):
@@ -70,16 +65,11 @@ class RuntimeProcess:
                 self._link.say(m.Stepped(busy_us=0, idle=self._kv.idle))
             elif self._working and not self._turn.held and (not self._turn.wants or self._progress.news):
                 self._turn.wants = True
-                self._link.say(m.StepsWanted(due=self._due()))
+                self._link.say(m.StepsWanted(due=self._sequences.due()))
 
     @property
     def _engine(self) -> Engine | None:
         return self._serving.engine
-
-    @property
-    def _due_s(self) -> float:
-        """When it has something to do by itself."""
-        return self._gathering.due_s(self._progress.times) if self._gathering.waits else math.inf
 
     @property
     def _working(self) -> bool:
@@ -91,10 +81,7 @@ class RuntimeProcess:
 
     def _give_turn_back(self, stepped: m.Stepped | None = None) -> None:
         self._turn.given_back(wants := self._working)
-        self._link.say(m.TurnGivenBack(wants=wants, due=self._due() if wants else None, stepped=stepped))
-
-    def _due(self) -> m.StepsDue | None:
-        return None if self._engine is None else self._progress.due(self._engine, self._deadlines)
+        self._link.say(m.TurnGivenBack(wants=wants, due=self._sequences.due() if wants else None, stepped=stepped))
 
     def _act(self, message: m.ExecutorToRuntime) -> None:
         match message:
@@ -102,7 +89,7 @@ class RuntimeProcess:
                 self._bound.missing.update(message.missing)
                 self._seats[serial] = message
                 if message.joins is not None:
-                    self._wanted(serial, message.joins)
+                    self._sequences.wanted(serial, message.joins)
                 self._open(serial)
             case m.MemberLeaves():
                 self._member_leaves(message)
@@ -129,7 +116,7 @@ class RuntimeProcess:
             self._mapping.unmap(message.granules)
         if message.granules or message.stays:  # no step reads any more what it had
             self._link.say(m.MemberLeft(serial=message.serial))
-        self._tell_load()
+        self._sequences.tell_load()
 
     def _leave(self) -> None:
         """Nothing of the pool is mapped here after this; sequences begin anew with the next seat."""
@@ -144,7 +131,7 @@ class RuntimeProcess:
         self._awaited.clear()
         self._serving.left()
         self._turn.held = False
-        self._tell_load()
+        self._sequences.tell_load()
 
     # --- instances
 
@@ -168,16 +155,8 @@ class RuntimeProcess:
                     self._refuse_model(member, error)
                 else:
                     self._open(member.serial)
-            case m.Submit():
-                self._submit(member, message)
-            case m.Mask(number=own, position=position, bits=bits):
-                if (number := member.numbers.get(own)) is not None:
-                    self._allow(number, position, bits)
-            case m.Abort(number=own):
-                member.submissions.forget(own)
-                if (number := member.numbers.get(own)) is not None:
-                    self._remove(number)
-                self._tell_load()
+            case m.Submit() | m.Mask() | m.Abort():
+                self._sequences.heard(member, message)
 
     def _dismiss(self, serial: int, keep_seat: bool = False) -> None:
         """Nothing more is computed for it. What it has bound stays: others have the same."""
@@ -186,10 +165,9 @@ class RuntimeProcess:
         member = self._members.by_serial.get(serial)
         self._awaited.discard(serial)
         for number in self._members.leave(serial):
-            self._remove(number)
+            self._sequences.remove(number)
         if not keep_seat:
-            self._gathering.dismiss(serial)
-            self._deadlines.forget(serial)
+            self._sequences.lease_over(serial)
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
             self._engine.adapters.close(member.number)
 
@@ -225,59 +203,6 @@ class RuntimeProcess:
         member.refused = str(error)
         self._link.tell(member.serial, m.ModelRefused(text=member.refused))
 
-    def _submit(self, member: Member, submit: m.Submit) -> None:
-        tokens = member.submissions.whole(submit)
-        if tokens is None:
-            return
-        if member.refused:
-            self._link.tell(member.serial, m.ModelRefused(text=member.refused))
-            return
-        if self._engine is None or submit.number in member.numbers:
-            return
-        number = self._members.enter(member, submit.number)
-        generation = generation_of(number, submit, tokens, member.spec.vocabulary)
-        if generation is None:
-            self._refuse(number, "refused")
-            return
-        sequence = generation.sequence
-        sequence.owner, sequence.adapter, sequence.heard_s = member.serial, member.number, time.perf_counter()
-        sequence.latest_s = self._deadlines.latest_s(sequence, self._progress.times)
-        if len(tokens) == submit.prompt:  # else it has begun once
-            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), sequence.heard_s)
-        self._engine.add(number, generation)
-        self._progress.submitted(sequence)
-        if sequence.parked or sequence.gathers:  # no step tells of it
-            self._tell_load()
-
-    def _wanted(self, serial: int, joins: m.JoinRule) -> None:
-        """Some of its sequences may have come before this."""
-        self._gathering.wanted(serial, joins.ttft_us / 1e6)
-        self._deadlines.told(serial, joins)
-        if (member := self._members.by_serial.get(serial)) is not None and self._engine is not None:
-            for sequence in self._engine.sequences(member.numbers.values()):
-                self._engine.batch.wanted_by(sequence, self._deadlines.latest_s(sequence, self._progress.times))
-
-    def _gathered(self) -> None:
-        """Those that have waited for others for long enough."""
-        if self._gathering.waits and self._engine is not None:
-            for number in self._gathering.take(time.perf_counter(), self._progress.times):
-                self._engine.join(number)
-
-    def _remove(self, number: int) -> None:
-        self._members.end(number)
-        self._progress.forget(number)
-        self._gathering.discard(number)
-        if self._engine is not None:
-            self._engine.remove(number)
-
-    def _allow(self, number: int, position: int, bits: bytes) -> None:
-        if self._engine is None:
-            return
-        try:
-            self._engine.allow(number, position, bits)
-        except BadMask:
-            self._refuse(number, "bad_mask")
-
     # --- steps
 
     def _step(self) -> None:
@@ -295,7 +220,7 @@ class RuntimeProcess:
             return
         except BadLogits as error:  # the others are well: they have the next step; this one took its time
             for number in error.numbers:
-                self._refuse(number, "bad_logits")
+                self._sequences.refuse(number, "bad_logits")
             made = []
         self._mapping.settle()  # a turn that is given back is over on the device too
         took_s = time.perf_counter() - began_s
@@ -321,10 +246,10 @@ class RuntimeProcess:
         ends = self._turn.over_by(self._link.heard)
         if ends:  # first: whoever has the next turn computes while this is told
             self._give_turn_back(stepped)
-        self._tell_made(made, firsts)
+        self._sequences.tell_made(made, firsts)
         if not ends:
             self._link.say(stepped)
-        self._tell_load()
+        self._sequences.tell_load()
 
     def _stepped(self, began_s: float, idle: m.IdleKv | None = None) -> m.Stepped:
         assert self._engine is not None
@@ -334,28 +259,8 @@ class RuntimeProcess:
         shares = step_shares(self._engine.step_work, self._engine.batch.running)
         return m.Stepped(busy_us=busy_us, idle=idle, shares=shares)
 
-    def _tell_load(self) -> None:
-        if self._engine is None:
-            return
-        if (changed := self._progress.load(self._engine, self._members.busy, self._gathering.begun)) is not None:
-            self._link.say(changed)
-
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""
         assert self._engine is not None
         if not self._engine.batch.running and (first := self._engine.batch.next(time.perf_counter())) is not None:
-            self._refuse(first.number, "no_room")
-
-    def _refuse(self, number: int, why: str) -> None:
-        """No token of it will come any more."""
-        member, own = self._members.owner(number)
-        self._remove(number)
-        self._link.tell(member.serial, m.Tokens(tokens=[m.ChosenToken(number=own, token=-1, finish=why)]))
-
-    def _tell_made(self, made: list[Made], firsts: list[SequenceBegun]) -> None:
-        begun = {first.told.number: first for first in firsts}
-        for serial, tokens in self._members.packets(made, begun):
-            self._link.tell(serial, tokens)
-        for each in made:
-            if each.finish:
-                self._members.end(each.number)
+            self._sequences.refuse(first.number, "no_room")
