@@ -127,6 +127,7 @@ def test_while_the_weights_of_one_come_others_that_are_there_compute(tmp_path: P
         assert late.result() == expected(there, "waits", 20)
 
 
+@pytest.mark.usefixtures("model")  # its files are in the folder
 def test_functions_in_isolation_are_refused_where_a_runtime_could_read_the_others(folder: Path) -> None:
     with running_node(CONFIG.replace("pages", "regions"), node='isolation = "function"') as node:
         deploy(node, "one", folder)
