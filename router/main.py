@@ -79,7 +79,7 @@ class Router(Actor):
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
         counts, limits_of_tenants = ServedCounts(self._tell), TenantLimits(config.tenants)
-        drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.runs.begun)
+        drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.runs.left)
         self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
         self.jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
@@ -178,7 +178,7 @@ class Router(Actor):
         try:
             async with asyncio.timeout(within_s):
                 await self._http.leave()
-                while self.requests.left:  # noqa: ASYNC110  # jobs, and what is asked at the node
+                while self.requests.left or self.jobs.runs.left:  # noqa: ASYNC110  # what is asked at the node
                     await asyncio.sleep(LEAVE_LOOK_S)
         except TimeoutError:
             self.log.warning("requests_left_behind", requests=self.requests.left)

@@ -4,6 +4,7 @@ Owns the process, its link (or, for a zygote, its pipe) and the time of its last
 """
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,23 @@ from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
 operand's memory in pieces."""
+
+
+SILENCE_S: Final = 30.0
+"""Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
+dead one."""
+
+START_S: Final = 120.0
+"""A first `import torch` from a cold disk takes tens of seconds."""
+
+
+def patience_s(*, waits: bool, ready: bool) -> float:
+    """For how long a process may be silent. One whose turn has not come has nothing to say, however long others
+    take.
+    """
+    if waits:
+        return math.inf
+    return SILENCE_S if ready else START_S
 
 
 class RunningRole:
@@ -93,6 +111,7 @@ class RunningRole:
             environment |= openmp.WAITING
         command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
         try:
+            stderr.unlink(missing_ok=True)  # a predecessor's, or an old node's, may have it open yet
             with open(stderr, "wb") as sink:
                 self._process = subprocess.Popen(
                     command,
@@ -155,6 +174,11 @@ class RunningRole:
     @property
     def stands_by(self) -> bool:
         return self._turn is not None
+
+    @property
+    def waits(self) -> bool:
+        """It stands by and has imported all."""
+        return self.stands_by and self.imported
 
     def signal(self, number: int) -> None:
         if self._pidfd >= 0:

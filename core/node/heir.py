@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, assert_never
 
@@ -36,6 +37,10 @@ class Node(Protocol):
 
     def stop_for_heir(self) -> None:
         """All but zygotes; `Stopped` comes when they are gone."""
+        ...
+
+    def refusal(self) -> str:
+        """Why it cannot go over just now, or ""."""
         ...
 
     def estate(self) -> tuple[s.Estate, list[int]]: ...
@@ -155,7 +160,8 @@ class Heirs:
         effects = self._succession.handle(event)
         if self._succession.stage is not before:
             self._node.log.info("succession", stage=self._succession.stage.value)
-            self._tell(s.Going(text=self._succession.stage.value))
+            if self._succession.stage is not e.Stage.IDLE:  # else it is told why
+                self._tell(s.Going(text=self._succession.stage.value))
         for effect in effects:
             self._perform(effect)
 
@@ -180,27 +186,29 @@ class Heirs:
             self._listener = None
 
     def _connected(self, asker: Asker) -> None:
-        if self._asker is not None:
-            self._refuse(asker, "the node is being replaced already")
-            return
-        self._asker = asker
-        asker.serve(self._asked, self._asker_left)
+        asker.serve(partial(self._asked, asker), partial(self._asker_left, asker))
 
-    def _asked(self, replace: s.Replace, fds: list[int]) -> None:
+    def _asked(self, asker: Asker, replace: s.Replace, fds: list[int]) -> None:
         close_all(fds)
+        if asker is self._asker:
+            return  # it has said all
         if self._succession.stage is not e.Stage.IDLE:
-            return
-        if replace.format != s.FORMAT or not replace.command:
-            assert self._asker is not None
-            asker, self._asker = self._asker, None
+            self._refuse(asker, "the node is being replaced already")
+        elif replace.format != s.FORMAT or not replace.command:
             self._refuse(asker, "this node cannot go over to that version: `dormouse down`, and then `up`")
-            return
-        self._command = replace.command
+        elif why := self._node.refusal():
+            self._refuse(asker, why)
+        else:
+            self._begin(asker, replace)
+
+    def _begin(self, asker: Asker, replace: s.Replace) -> None:
+        self._asker, self._command = asker, replace.command
         self.handle(e.SuccessionAsked(min(max(replace.wait_s, 0.0), e.LONGEST_WAIT_S)))
 
-    def _asker_left(self) -> None:
+    def _asker_left(self, asker: Asker) -> None:
         """What it has asked for goes on."""
-        self._asker = None
+        if asker is self._asker:
+            self._asker = None
 
     def _refuse(self, asker: Asker, text: str) -> None:
         with suppress(PeerLost, BlockingIOError):
@@ -249,9 +257,9 @@ class Heirs:
                 self._set_timer(None)
                 self._heir = None
                 self._node.log.error("not_replaced", reason=text, anew=anew)
+                self._answer(s.NotReplaced(text=text, status=self._status))
                 self._node.serve_on(anew)
                 self._listen()
-                self._answer(s.NotReplaced(text=text, status=self._status))
             case e.Within(seconds=seconds):
                 self._set_timer(seconds)
             case _:

@@ -15,7 +15,7 @@ from typing import Final
 
 IMPORT_S: Final = 180.0  # as a node's start may take
 ROUTER_S: Final = 5.0  # for a router to say that it has left, beyond the time that it was given
-STOP_S: Final = 40.0  # twice what a supervisor waits for its children, and room
+STOP_S: Final = 50.0  # four times what a supervisor waits for some of its children, and room
 START_S: Final = 120.0
 LONGEST_WAIT_S: Final = 600.0  # for requests that run
 

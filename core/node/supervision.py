@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import orjson
 
@@ -21,7 +22,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory
 from dormouse.core.evidence import EVIDENCE_FD, EvidencePages
 from dormouse.core.listening import LISTEN_FD
-from dormouse.core.node.children import RunningRole
+from dormouse.core.node.children import RunningRole, patience_s
 from dormouse.core.node.deaths import Deaths, EndNode, StartAll, StartAlone
 from dormouse.core.node.heir import Heirs
 from dormouse.core.node.legacies import Legacies
@@ -38,17 +39,12 @@ from dormouse.schemas import messages as m
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import ConfigError, PeerLost, ProcessFailed
 
-SILENCE_S: Final = 30.0
-"""Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
-dead one."""
-
 STOPPED_S: Final = 2.5
 """A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
 
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 END_S: Final = 10.0  # for a zygote to end its instances: milliseconds, but for a machine with much else to do
-START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
 EPOCHS_APART: Final = 10  # of a node and its successor: more than processes are started before that is decided
 
 
@@ -89,17 +85,19 @@ class Supervisor:
         self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
         self._evidence = EvidencePages()
         self._restarting_all = False
-        self._ended = asyncio.Event()  # a process has
+        self._ended = asyncio.Event()  # a process has, or the instances of a zygote
         self._outcome: asyncio.Future[None] = self.loop.create_future()
         self._heirs: Heirs | None = None
         self._ending: asyncio.Task[None] | None = None  # all but zygotes, for a successor
 
     async def run(self) -> None:
         """Live until SIGTERM or SIGINT, or until the node cannot go on. Raises ProcessFailed with the reason."""
+        self.loop.set_exception_handler(self._raised)
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._finish)
         if self._predecessor is None:
             self._take_charge()
+            self._say_who()
         else:
             self._predecessor.serve(self._has_it, self._predecessor_left)
         for role in self.roles:
@@ -114,11 +112,14 @@ class Supervisor:
     def _take_charge(self) -> None:
         """The run directory is ours. Raises OSError."""
         self.paths.version.write_text(this_version())
-        self.paths.pid.write_text(str(os.getpid()))
         keep_node_config(self.config)
         if self._heirs is None:
             errors = self.state.logs / "supervisor.err"
             self._heirs = Heirs(self, self.paths.replace, self.service.environment, errors)
+
+    def _say_who(self) -> None:
+        """Whom `dormouse down` ends."""
+        self.paths.pid.write_text(str(os.getpid()))
 
     # --- a node that takes over from another
 
@@ -155,16 +156,30 @@ class Supervisor:
 
     def stop_for_heir(self) -> None:
         self._ending = self.loop.create_task(self._stop_for_heir())
+        self._ending.add_done_callback(self._stopped_for_heir)
 
     async def _stop_for_heir(self) -> None:
+        """The store is last: nobody writes to what it leaves. The successor's instances get the uids of ours."""
         await self._end_all({"router"} & self.children.keys())
         for role in self.worlds.keys() & self.children.keys():
             self.children[role].end_instances(within_s=END_S)
+        await self._end_all(self.children.keys() - self.worlds.keys() - {"store"})
+        await self._until(lambda: not any(child.ending_instances for child in self.children.values()))
         if (store := self.children.get("store")) is not None:
             store.send(m.Leave())
-        await self._end_all(self.children.keys() - self.worlds.keys())
+        await self._end_all({"store"} & self.children.keys())
         assert self._heirs is not None
         self._heirs.handle(Stopped())
+
+    def _stopped_for_heir(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    def refusal(self) -> str:
+        """Why it cannot go over just now, or "". A successor is given what the router and the store have then."""
+        roles = [role for role in self.roles if kind(role) not in ALONE]
+        missing = [role for role in roles if role not in self.children or not self.children[role].ready]
+        return f"{', '.join(missing)} of the node starts; try again when it is up" if missing else ""
 
     def estate(self) -> tuple[s.Estate, list[int]]:
         """Ours from now on are later epochs, should it come to nothing."""
@@ -184,7 +199,12 @@ class Supervisor:
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
-        self._take_charge()
+        try:
+            self._take_charge()
+            self._say_who()
+        except (ConfigError, OSError, PeerLost) as error:
+            self._fail(f"run directory {self.paths.run} cannot be had back: {error}")
+            return
         self._restart_all("its successor did not start")
         self._go_on()
 
@@ -241,6 +261,7 @@ class Supervisor:
             case m.Ready():
                 child.ready = True
                 self._deaths.ready(child.role)
+                self._ended.set()
                 self.log.info("process_ready", child=child.role, epoch=child.epoch)
                 self._tell_peers()
                 self._go_on()
@@ -292,6 +313,7 @@ class Supervisor:
         reasons = [f"{role} is down: {why}" for role, why in down.items()]
         self.service.ready("; ".join(reasons) or f"all processes are up, port {ready['port']}")
         if self._predecessor is not None:
+            self._say_who()  # before that, who ends the old node ends both
             self._predecessor.say(s.HeirServes())
 
     def _exited(self, child: RunningRole, status: int) -> None:
@@ -394,7 +416,7 @@ class Supervisor:
             if (stopped_s := child.look(now_s)) >= STOPPED_S:
                 self.log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
                 child.kill()
-            if now_s - child.seen_s > (SILENCE_S if child.ready else START_S):
+            if now_s - child.seen_s > patience_s(waits=child.waits, ready=child.ready):
                 self.log.error("process_silent", child=child.role, epoch=child.epoch, for_s=now_s - child.seen_s)
                 child.watchdog = f"no sign of life for {now_s - child.seen_s:.0f} s"
                 child.kill()
@@ -403,6 +425,12 @@ class Supervisor:
     def _finish(self) -> None:
         if not self._outcome.done():
             self._outcome.set_result(None)
+
+    def _raised(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback ends this process, as in an actor."""
+        error = context.get("exception")
+        self.log.error("supervisor_raised", reason=context.get("message"), exc_info=error)
+        self._fail(f"{context.get('message')}: {error!r}")
 
     def _fail(self, text: str) -> None:
         if not self._outcome.done():
@@ -437,6 +465,9 @@ class Supervisor:
             await self._gone(roles)
 
     async def _gone(self, roles: set[str]) -> None:
-        while roles & self.children.keys():
+        await self._until(lambda: not roles & self.children.keys())
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             self._ended.clear()
             await self._ended.wait()

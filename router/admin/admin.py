@@ -185,7 +185,7 @@ class Admin:
                         self._jobs.runs.resume()
                     else:
                         drain.begin()
-                    self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.runs.begun)
+                    self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.runs.left)
                 return {"drained": False if undo else await drain.ended()}
             case a.OpenDashboard():
                 with self._permits.audited(caller, act, ""):

@@ -184,14 +184,16 @@ class JobBook:
         self._tenants[job.tenant].nbytes += nbytes
         self.nbytes += nbytes
 
-    def next(self, room: Callable[[str], int], now_s: float) -> Job | None:
-        """The next job to begin; ``room(function)``: how many of its jobs may have begun at a time."""
+    def next(self, room: Callable[[str], int], now_s: float, *, patient: bool = True) -> Job | None:
+        """The next job to begin; ``room(function)``: how many of its jobs may have begun at a time. Without
+        ``patient`` only one that somebody waits for.
+        """
         for job in self._at_once:
             if job.due_s <= now_s:
                 self._at_once.remove(job)
                 self._becomes(job, JobState.BEGUN)
                 return job
-        if self._begun.total() >= MOST_BEGUN:
+        if not patient or self._begun.total() >= MOST_BEGUN:
             return None
         found: Job | None = None
         for function, queue in self._queues.items():

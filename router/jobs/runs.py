@@ -53,24 +53,26 @@ class JobRuns:
         """Begin what may begin, and forget what is old."""
         drain = self._node.requests.drain
         drain.look()
-        if self._stopping or not self._kept.known.is_set() or drain.on or self._paused:  # those that there are wait
+        if self._stopping or not self._kept.known.is_set():
             return
         now_s = time.monotonic()
         if expired := self._book.expired(now_s):
             self._kept.forget(expired)
             self._node.spawn(self._kept.erase([job.id for job in expired]))
-        while self._node.picture.catalogue_known and (job := self._book.next(self.room, now_s)) is not None:
+        patient = not drain.on and not self._paused  # else those that nobody waits for rest
+        while self._node.picture.catalogue_known and (job := self._book.next(self.room, now_s, patient=patient)):
             self._node.spawn(self._runs(job))
         due_s = self._book.next_due_s(now_s)
         self._timer.set(None if due_s == float("inf") else due_s)
 
     @property
-    def begun(self) -> int:
-        """How many have, and have not ended."""
-        return sum(job.state is JobState.BEGUN for job in self._book.jobs.values())
+    def left(self) -> int:
+        """How many have begun and not ended, or will begin though the node drains."""
+        jobs = self._book.jobs.values()
+        return sum(job.state is JobState.BEGUN or (job.state is JobState.QUEUED and not job.patient) for job in jobs)
 
     def pause(self) -> None:
-        """No more begins here: a successor has what waits."""
+        """No more begins here of those that nobody waits for: a successor has them."""
         self._paused = True
 
     def resume(self) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.upgrade import loaded, source
-from dormouse.core.node import procfs
+from dormouse.core.node import nodeprocess, procfs
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.core.paths import RunPaths
+from dormouse.core.startup import read_node_config
 from dormouse.schemas.errors import ConfigError, ProcessFailed
 
 pytestmark = pytest.mark.timeout(400)
@@ -63,8 +65,9 @@ def test_models_in_host_memory_go_over_and_are_neither_copied_nor_read() -> None
         for _ in range(2):
             node.replace()
             assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
-            assert slabs <= _slabs(node)  # what functions make again has been elsewhere for a moment
-            assert node.status()["store"]["host_nbytes"] == stored
+            # What functions make again is elsewhere for a moment.
+            node.wait(lambda: slabs <= _slabs(node), 60, "the same memory")
+            node.wait(lambda: node.status()["store"]["host_nbytes"] == stored, 60, "no more of it")
         assert "segment_damaged" not in node.logs(1 << 20)
         node.deployed("h", source(5, 1 << 16))  # there is room for others, and it is clean
         assert node.result("h", {"x": 0})["sum"] > 0
@@ -89,9 +92,9 @@ def test_a_new_node_that_dies_leaves_the_old_one_at_work(stage: str) -> None:
         old = node.process
 
         def die(at: str) -> None:
-            if at == stage:
+            if at == stage or (stage == "the new processes start" and at == "the old processes end"):
                 node.wait(lambda: len(_heirs(node)) == 1, 60, "the new node's supervisor")
-                os.kill(_heirs(node)[0], signal.SIGKILL)
+                os.kill(_heirs(node)[0], signal.SIGKILL if at == stage else signal.SIGSTOP)  # else it may be done first
 
         with loaded(node, sums, rate_s=10, lanes=4) as load:
             node.wait(lambda: len(load.took_s) > 10, 120, "some load")
@@ -104,6 +107,54 @@ def test_a_new_node_that_dies_leaves_the_old_one_at_work(stage: str) -> None:
         node.replace()
         assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
         assert node.process is not old
+
+
+def test_a_node_whose_run_directory_nobody_can_write_ends() -> None:
+    """A service manager starts it again; one that neither serves nor ends would stay so."""
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        assert node.process is not None
+        everyone = node.descendants()
+
+        def block(at: str) -> None:
+            if at == "the old processes end":
+                (RunPaths(node.run).trusted / "node.new").mkdir()
+
+        with pytest.raises(ProcessFailed, match="cannot be taken over"):
+            node.replace(told=block)
+        assert node.process.wait(60) == 1
+        node.expect_nothing_left(everyone, 60)
+        node.start()
+        node.wait(lambda: _answer(node, sums), 120, "answers")
+
+
+def test_a_node_that_is_stopped_while_its_successor_starts_has_none() -> None:
+    with running_node(CONFIG) as node:
+        sums = _deployed(node)
+        assert node.process is not None
+        everyone, stopped = node.descendants(), list[bool]()
+
+        def stop(at: str) -> None:
+            if at == "the old processes end":
+                (heir,) = _heirs(node)
+                everyone.extend([heir, *procfs.children(heir)])
+                (store,) = [pid for pid in procfs.children(heir) if "store" in procfs.words(pid)]
+                os.kill(store, signal.SIGSTOP)  # the new node is not up before it is stopped
+            elif at == "the new processes start":
+                node.wait(
+                    lambda: read_node_config(node.run).start.generation == 1 or "not_replaced" in node.logs(1 << 20),
+                    60,
+                    "the new node to have the directory",
+                )
+                stopped.append(nodeprocess.stop(node.run))
+
+        with pytest.raises(ProcessFailed):
+            node.replace(told=stop)
+        assert stopped == [True]
+        assert node.process.wait(60) == 0
+        node.expect_nothing_left(everyone, 60)
+        node.start()
+        node.wait(lambda: _answer(node, sums), 120, "answers")
 
 
 def test_a_node_file_that_cannot_be_used_is_refused_and_nobody_notices() -> None:

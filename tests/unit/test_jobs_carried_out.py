@@ -114,6 +114,44 @@ def test_a_try_of_a_job_that_is_turned_away_is_no_error_of_its_function(tmp_path
     assert asyncio.run(outcomes(again=False)) == {"queue_full": 1, "timed_out": 1, "sandbox_died": 1}
 
 
+@pytest.mark.parametrize("why", ["drain", "pause"])
+def test_only_jobs_that_nobody_waits_for_rest(tmp_path: Path, why: str) -> None:
+    """Whoever has sent a request with a key, and waits for the answer, gets it."""
+
+    async def begun() -> tuple[set[str], int]:
+        node = Node(tmp_path, loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        node.requests.catalogue_known.set()
+        await jobs.kept.knows_jobs()
+        node.requests.drain.begin() if why == "drain" else jobs.runs.pause()
+        for key, patient in (("patient", True), ("live", False)):
+            body = Body(node.requests.bodies)
+            await body.add(b"1", 1)
+            await jobs.take(KeptRequest("f", "", Labels(), key, patient), body.complete())
+        await until(lambda: bool(node.arrived))
+        found = {job.scope.split()[-1] for job in jobs.kept.book.jobs.values() if job.state is JobState.BEGUN}
+        left = jobs.runs.left
+        await jobs.stop()
+        return found, left
+
+    assert asyncio.run(begun()) == ({"live"}, 1)
+
+
+def test_who_waits_for_an_answer_is_waited_for(tmp_path: Path) -> None:
+    """Also before its job has begun."""
+
+    async def left() -> int:
+        jobs = Jobs(Node(tmp_path, loaded().policy.picture))
+        for number, patient in (("1", True), ("2", False)):
+            job = Job(number, "f", "a", 1000.0, 5)
+            job.patient = patient
+            jobs.kept.book.add(job)
+        return jobs.runs.left
+
+    assert asyncio.run(left()) == 1
+
+
 def test_answers_of_jobs_count_as_bodies_do_until_they_are_kept(tmp_path: Path) -> None:
     async def held() -> list[tuple[int, int]]:
         node = Node(tmp_path, loaded().policy.picture)

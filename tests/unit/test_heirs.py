@@ -1,0 +1,110 @@
+"""Who asks a supervisor for a successor, at its socket: who is heard, and what is said."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dormouse.core import log
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.node.children import SILENCE_S, START_S, patience_s
+from dormouse.core.node.heir import Heirs
+from dormouse.schemas import succession as s
+
+ASK = s.Replace(command=["/nowhere/python"], wait_s=1.0)
+STAYS = s.Replace(command=["/bin/sh", "-c", "exec sleep 600"], wait_s=1.0)
+
+
+class Node:
+    """One that never comes to give anything: its successors cannot be started."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.log, self.loop, self._refusal = log.get_logger(), asyncio.get_running_loop(), refusal
+        self.begun, self.served_on = 0, list[bool]()
+
+    def refusal(self) -> str:
+        return self._refusal
+
+    def estate(self) -> tuple[s.Estate, list[int]]:
+        self.begun += 1
+        return s.Estate(run="", state="", epochs={}, generation=0), []
+
+    def have_router_leave(self, wait_s: float) -> None:
+        raise AssertionError
+
+    def stop_for_heir(self) -> None:
+        raise AssertionError
+
+    def retire(self, heir_pid: int) -> None:
+        raise AssertionError
+
+    def serve_on(self, anew: bool) -> None:
+        self.served_on.append(anew)
+
+
+def _heard(path: Path, askers: int, ask: Callable[[list[Any]], None], refusal: str = "") -> tuple[list[Any], Node]:
+    """What the last asker hears to the end; ``ask`` has them all."""
+
+    async def asked() -> tuple[list[Any], Node]:
+        node = Node(refusal)
+        heirs = Heirs(node, str(path / "replace"), {}, path / "errors")
+        try:
+            connected = [await asyncio.to_thread(_connect, path) for _ in range(askers)]
+            ask(connected)
+            return await asyncio.to_thread(_all, connected[-1]), node
+        finally:
+            heirs.close()
+            while len(node.served_on) < node.begun:  # noqa: ASYNC110  # until its process has ended
+                await asyncio.sleep(0.01)
+            heirs.close()  # who goes on listens
+            for each in connected:
+                each.close()
+
+    return asyncio.run(asked())
+
+
+def _connect(path: Path) -> Any:
+    found: PacketSocket[s.SaidToAsker, s.Replace] = PacketSocket.connect(str(path / "replace"), s.SaidToAsker)
+    found.sock.settimeout(60.0)
+    return found
+
+
+def _all(asker: Any) -> list[Any]:
+    said = []
+    while (packet := asker.recv()) is not None:
+        said.append(packet[0])
+    return said
+
+
+def test_why_a_successor_was_not_started_is_said_and_nothing_after_the_way(tmp_path: Path) -> None:
+    said, node = _heard(tmp_path, 1, lambda askers: askers[0].send(ASK))
+    failed = s.NotReplaced(text="/nowhere/python: No such file or directory", status=1)
+    assert said == [s.Going(text="imports"), failed]
+    assert node.served_on == [False]
+
+
+def test_a_node_that_is_not_all_up_refuses(tmp_path: Path) -> None:
+    said, node = _heard(tmp_path, 1, lambda askers: askers[0].send(ASK), "router starts")
+    assert said == [s.NotReplaced(text="router starts")]
+    assert node.served_on == []
+
+
+def test_who_says_nothing_keeps_nobody_from_asking(tmp_path: Path) -> None:
+    said, _ = _heard(tmp_path, 2, lambda askers: askers[1].send(ASK))
+    assert said[0] == s.Going(text="imports")
+
+
+def test_who_asks_second_is_refused_also_when_the_first_has_left(tmp_path: Path) -> None:
+    def ask(askers: list[Any]) -> None:
+        askers[0].send(STAYS)
+        askers[0].close()
+        askers[1].send(ASK)
+
+    said, _ = _heard(tmp_path, 2, ask)
+    assert said == [s.NotReplaced(text="the node is being replaced already")]
+
+
+def test_who_waits_for_its_turn_may_be_silent() -> None:
+    assert patience_s(waits=True, ready=False) == float("inf")
+    assert patience_s(waits=False, ready=False) == START_S
+    assert patience_s(waits=False, ready=True) == SILENCE_S
