@@ -83,17 +83,33 @@ class HandedSockets:
 
     def __init__(self, end: socket.socket | None) -> None:
         self._end = end
+        self._collected: list[int] = []
         if end is not None:
             end.setblocking(False)
 
-    def give(self, fds: list[int]) -> bool:
-        """So many at once; they are the successor's then, and ours stay open. False if there is no room."""
-        if self._end is None:
+    def give(self, fd: int) -> bool:
+        """It is the successor's at the next :meth:`flush`; ours stays open. False if there is no room: the kernel takes
+        some hundred packets, so each has many.
+        """
+        if self._end is None or (len(self._collected) >= MOST_FDS and not self.flush()):
             return False
         try:
-            socket.send_fds(self._end, [b"c"], fds)
+            self._collected.append(os.dup(fd))
         except OSError:
             return False
+        return True
+
+    def flush(self) -> bool:
+        """False if there was no room: then who had connected hears that the connection is closed."""
+        collected, self._collected = self._collected, []
+        try:
+            if self._end is not None and collected:
+                socket.send_fds(self._end, [b"c"], collected)
+        except OSError:
+            return False
+        finally:
+            for fd in collected:
+                os.close(fd)
         return True
 
     def take(self) -> list[int]:
@@ -110,5 +126,6 @@ class HandedSockets:
         return found
 
     def close(self) -> None:
+        self.flush()
         if self._end is not None:
             self._end.close()

@@ -23,10 +23,8 @@ from dormouse.schemas.errors import ConfigError, DormouseError
 @click.option(
     "--wait",
     type=click.FloatRange(0, 600),
-    default=30.0,
-    show_default=True,
     metavar="SECONDS",
-    help="With --replace: how long requests that run may take to end.",
+    help="With --replace: how long requests that run may take to end.  [default: 30]",
 )
 @as_json
 @pass_context
@@ -37,14 +35,14 @@ def up(
     without: tuple[str, ...],
     forget_models: bool,
     replace: bool,
-    wait: float,
+    wait: float | None,
     json_: bool,
 ) -> None:
     """Start a node and wait until it is ready.
 
     `dormouse restart NAME` starts a function that was left out. With --replace, this version and this node file take
     the place of the node that runs: requests that come meanwhile wait, and are answered. If the new one does not
-    start, the old one goes on.
+    start, the old one goes on. Ctrl-C ends this command alone: the node goes over all the same.
     """
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
@@ -62,11 +60,15 @@ def up(
         options.append("--forget-models")
     if replace and (forget_models or not detach):
         raise click.UsageError("--replace goes neither with --forget-models nor with --foreground")
+    if wait is not None and not replace:
+        raise click.UsageError("--wait is how long requests may take with --replace: add that, or leave --wait out")
     if not detach:
         nodeprocess.foreground(file, context.node, options)
     try:
         if replace:
-            ready = nodeprocess.replace(file, context.node, options, wait, lambda text: click.echo(text, err=True))
+            ready = nodeprocess.replace(
+                file, context.node, options, 30.0 if wait is None else wait, lambda text: click.echo(text, err=True)
+            )
         else:
             ready = nodeprocess.start(file, context.node, options)
     except DormouseError as error:

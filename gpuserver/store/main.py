@@ -67,6 +67,7 @@ class Store(Actor):
         self._heir: socket.socket | None = None  # where a successor finds what is left to it
 
     async def start(self) -> None:
+        _raise_descriptor_limit()  # first: slabs are inherited
         config = self.config
         durable = config.disk_nbytes != 0
         try:
@@ -103,7 +104,6 @@ class Store(Actor):
             self._report,
             self.log,
         )
-        _raise_descriptor_limit()
         self._restore()
         if left is not None:
             legacy.adopt(left.books, self.segments, self.functions)

@@ -40,9 +40,9 @@ SWEEP_S: Final = 1.0
 
 @dataclass(slots=True)
 class Onward:
-    """To whom connections go that are idle: to nobody, or to a successor; ``give(fds)`` is whether it has them."""
+    """To whom connections go that are idle: to nobody, or to a successor; ``give(fd)`` is whether it will have it."""
 
-    give: Callable[[list[int]], bool] | None = None
+    give: Callable[[int], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +201,11 @@ class HttpConnection(ReceivingConnection):
     # --- a successor
 
     @property
+    def closes(self) -> bool:
+        """Whether all is said, and perhaps a TLS client's farewell to come."""
+        return self.transport.is_closing() and not self._unread_nbytes()
+
+    @property
     def stays(self) -> bool:
         """Whether it has an answer that goes on until somebody leaves."""
         return self._answering and self.cycle.endless
@@ -222,7 +227,7 @@ class HttpConnection(ReceivingConnection):
             self.transport.close()
             return
         fd = self.transport.get_extra_info("socket").fileno()
-        if give([fd]):
+        if give(fd):
             self.transport.abort()
         else:
             self.transport.close()

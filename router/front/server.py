@@ -85,6 +85,7 @@ class HttpServer(uvicorn.Server):
         self._certificate = Certificate(settings, node.log) if settings.tls_cert else None
         self._tls_sockets: set[TlsSocket] = set()
         self._swept_s = 0.0
+        self._heir: HandedSockets | None = None  # while connections go over
         self._tcp = listening.inherited()
         self.address: tuple[str, int] = self._tcp.getsockname()[:2]
         self._task = node.spawn(self.serve(sockets=[self._tcp]))
@@ -114,16 +115,17 @@ class HttpServer(uvicorn.Server):
         """A successor takes over: accept nothing more, and have connections go over as they are idle. Returns when none
         is left whose answer will end.
         """
-        heir = HandedSockets(listening.inherited_at(listening.HEIR_FD))
+        heir = self._heir = HandedSockets(listening.inherited_at(listening.HEIR_FD))
         self._onward.give = heir.give
         for server in self.servers:
             server.close()  # the socket itself is the supervisor's
         if self._certificate is not None:
             await asyncio.sleep(TLS_IDLE_S)  # who sends now is answered, and told to come back on another connection
-        while found := [each for each in self._connections() if not each.stays]:
+        while found := [each for each in self._connections() if not (each.stays or each.closes)]:
             for connection in found:
                 connection.go_over()
             await asyncio.sleep(LEAVE_LOOK_S)  # of what a client has not read yet there is no event
+        heir.flush()
 
     def _connections(self) -> list[HttpConnection]:
         return [each for each in self.server_state.connections if isinstance(each, HttpConnection)]
@@ -167,3 +169,5 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
         if not self._task.done():
             await asyncio.wait((self._task,), timeout=2)
+        if self._heir is not None:
+            self._heir.flush()

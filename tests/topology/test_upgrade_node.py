@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,9 @@ def test_a_node_that_is_stopped_while_its_successor_starts_has_none() -> None:
                 os.kill(store, signal.SIGSTOP)  # the new node is not up before it is stopped
             elif at == "the new processes start":
                 node.wait(
-                    lambda: read_node_config(node.run).start.generation == 1 or "not_replaced" in node.logs(1 << 20),
+                    lambda: (
+                        read_node_config(str(node.run)).start.generation == 1 or "not_replaced" in node.logs(1 << 20)
+                    ),
                     60,
                     "the new node to have the directory",
                 )
@@ -150,6 +153,9 @@ def test_a_node_that_is_stopped_while_its_successor_starts_has_none() -> None:
 
         with pytest.raises(ProcessFailed):
             node.replace(told=stop)
+        for pid in everyone:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # what is stopped does not see that its node has ended
         assert stopped == [True]
         assert node.process.wait(60) == 0
         node.expect_nothing_left(everyone, 60)

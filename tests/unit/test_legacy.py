@@ -1,6 +1,7 @@
 """What one store leaves to the next: the same memory, no bytes of anybody else, and nothing that does not fit."""
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -166,3 +167,20 @@ def test_slabs_that_overlap_or_are_too_many_are_refused(budget: int, books: Book
     after = Slabs(budget if books.slabs.pinnable else budget // 1000, 2 * MIB, books.slabs.pinnable)
     with pytest.raises(ValueError, match="is not free" if budget == 64 * MIB else "hold"):
         after.adopt(dict(said.slabs), [*spans, *spans] if budget == 64 * MIB else spans)
+
+
+def test_a_process_that_may_not_have_so_many_descriptors_says_so(
+    books: Books, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    books.segment("f", 2 * MIB, b"a")
+    legacy.leave(pair[0], legacy.books_of(books.functions, books.slabs), books.maps)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    with open("/dev/null", "rb") as lowest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 1, hard))
+        try:
+            with pytest.raises(RemoteProtocolError, match="ulimit -n"):
+                legacy.take(pair[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert os.listdir("/proc/self/fd") == before

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from dormouse.core.links.fds import close_all
 from dormouse.core.listening import MOST_FDS
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
@@ -109,8 +110,11 @@ def take(end: socket.socket) -> Legacy | None:
     found: list[int] = []
     try:
         while True:
-            data, fds, _, _ = socket.recv_fds(end, 16, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(end, 16, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
             found += fds
+            if flags & socket.MSG_CTRUNC:
+                close_all(found)
+                raise RemoteProtocolError("this process may not have so many descriptors (ulimit -n)")
             if not data:
                 break
     except OSError:  # no more has been said
