@@ -13,10 +13,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 MOST_NBYTES: Final = 32 << 10
+MOST_PROJECT_NBYTES: Final = 256 << 10
+"""Of a pyproject.toml, which has more in it."""
+
 MOST_LINES: Final = 500
 
 CUDA: Final = re.compile(r"nvidia-.*|triton|pytorch-triton|cuda-.*")
 """What a build of torch for GPUs brings along."""
+
+_HASH: Final = re.compile(r"\s--hash[= ](\w+:[0-9a-fA-F]+)(?=\s|$)")
+_NOT_WRITTEN: Final = re.compile(r"\$\{|\s-")
+"""pip puts a variable of its environment in the place of ``${NAME}``, and what follows a dash is an option."""
 
 
 class RequirementsRefused(Exception):
@@ -32,7 +39,7 @@ def of_project(text: str) -> str:
     try:
         project = tomllib.loads(text).get("project", {})
         found = project.get("dependencies", []) if isinstance(project, dict) else []
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RequirementsRefused("bad_requirements", f"pyproject.toml is not TOML: {error}") from None
     if not isinstance(found, list) or not all(isinstance(each, str) and "\n" not in each for each in found):
         raise RequirementsRefused("bad_requirements", "dependencies in pyproject.toml is no list of lines of text")
@@ -46,33 +53,36 @@ def checked(text: str, torch: str) -> str:
     lines = list(_lines(text))
     if len(lines) > MOST_LINES:
         raise RequirementsRefused("bad_requirements", f"there are {len(lines)} requirements; at most {MOST_LINES}")
-    for line in lines:
-        _check(line, torch)
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{_checked(line, torch)}\n" for line in lines)
 
 
 def _lines(text: str) -> Iterator[str]:
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in text.replace("\r\n", "\n").replace("\\\n", " ").splitlines():
         if line := re.sub(r"(^|\s)#.*", "", line).strip():
             yield line
 
 
-def _check(line: str, torch: str) -> None:
+def _checked(line: str, torch: str) -> str:
+    """What pip is to read: written anew from what was understood, and never the caller's line."""
     if line.startswith("-"):
         text = (
             f"{line[:80]!r} is an option of pip: the node file says which index there is ([environments]); leave it out"
         )
         raise RequirementsRefused("bad_requirements", text)
     try:
-        wanted = Requirement(re.sub(r"\s--hash[= ]\S+", "", line))
-    except InvalidRequirement:
+        text = str(Requirement(_HASH.sub("", line)))
+        wanted = Requirement(text)
+        here = wanted.marker is None or wanted.marker.evaluate()
+    except (InvalidRequirement, ValueError, LookupError, RecursionError):  # the last three: of a marker
         text = f"{line[:80]!r} is no requirement; write a name and versions, such as numpy>=2, and no path"
         raise RequirementsRefused("bad_requirements", text) from None
     if wanted.url is not None:
         text = f"{wanted.name} is named by an address; write {wanted.name}==VERSION, to be had from the node's index"
         raise RequirementsRefused("bad_requirements", text)
+    if _NOT_WRITTEN.search(text):
+        raise RequirementsRefused("bad_requirements", f"{line[:80]!r} has a variable or an option in it; leave it out")
+    written = " ".join([text, *(f"--hash={each}" for each in _HASH.findall(line))])
     name = str(canonicalize_name(wanted.name))
-    here = wanted.marker is None or wanted.marker.evaluate()
     if here and CUDA.fullmatch(name):
         text = f"{name} is a part of CUDA, which no instance has: it computes on GPUs through the node's torch {torch}"
         raise RequirementsRefused("cuda_refused", f"{text}; leave it out")
@@ -81,3 +91,4 @@ def _check(line: str, torch: str) -> None:
         why = "is a build for GPUs" if cuda else "is another version"
         text = f"{line[:80]!r} {why}: functions have the node's torch {torch}; write torch without a version"
         raise RequirementsRefused("cuda_refused" if cuda else "torch_held", text)
+    return written

@@ -266,7 +266,8 @@ class Deploying:
         """The key of the function's own libraries, built if need be; "" if it needs none. Raises HttpError."""
         if self._environments is None or self._spec.llm is not None or self._spec.embedding is not None:
             return ""
-        wanted = self._environments.requirements(self._requirements, self.upload.tree)
+        tree = self.upload.tree
+        wanted = await self._keeper.keeping(self._environments.requirements, self._requirements, tree)
         if not wanted:
             return ""
         return await self._environments.get(wanted, self._sources, self._spec.tenant, self._printed)

@@ -6,6 +6,7 @@ What becomes of one that has begun is deploying.py's.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -75,13 +76,18 @@ class Deploys:
                 act.settings,
                 base,
                 self._environments,
-                lambda data: self._logs.of(act.name).write(data),
+                partial(self._printed, caller, spec),
             )
             try:
                 yield deploying
             finally:
                 if not deploying.handed:
                     await asyncio.shield(self._keeper.keeping(begun.give_up))
+
+    def _printed(self, caller: Caller, spec: FunctionSpec, data: bytes) -> None:
+        """Of a build, which may last: another tenant may have the name, and the log, by now."""
+        if tenancy.deploy_refusal(caller, self._picture, spec) is None:
+            self._logs.of(spec.name).write(data)
 
     @property
     def adapters(self) -> str:
@@ -119,12 +125,13 @@ class Deploys:
             spec = structs.replace(spec, tenant=caller.tenant)
         self._may_deploy(caller, spec)
         self._vault.may_use(caller, spec)
-        if spec.network and not self._config.sandbox.network:
-            text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
-            raise refuse(403, "network_refused", text)
         return spec
 
     def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
+        """Raises HttpError."""
+        if spec.network and not self._config.sandbox.network:
+            text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
+            raise refuse(403, "network_refused", text)
         if (failure := tenancy.deploy_refusal(caller, self._picture, spec)) is not None:
             raise HttpError(failure)
 

@@ -14,6 +14,7 @@ kept has it, and no deploy is about to.
 import asyncio
 import errno
 import os
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from blake3 import blake3
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
 from dormouse.core.paths import RunPaths
-from dormouse.core.requirements import RequirementsRefused, checked, of_project
+from dormouse.core.requirements import MOST_NBYTES, MOST_PROJECT_NBYTES, RequirementsRefused, checked, of_project
 from dormouse.router.admin import builtfiles
 from dormouse.router.decisions import failures
 from dormouse.router.front.exchange import HttpError, refuse
@@ -51,6 +52,9 @@ LOOK_S: Final = 1.0
 
 VARIABLES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_CERT")
 """Of the node, which pip needs to reach an index."""
+
+_PASSWORD: Final = re.compile(r"(\w+://)?[^/]*@")
+"""How an address that has a name, and with it a password, begins."""
 
 _DEVICE: Final = m.DeviceInfo(name="", total_nbytes=0, capability=(0, 0), multiprocessors=0)
 _NO_ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=0)
@@ -100,6 +104,8 @@ class Environments:
     def __init__(self, node: Node, directory: Path) -> None:
         self._node, self._directory = node, directory
         self._config = node.config.environments
+        self._sources = (self._config.index, *self._config.find_links)
+        self._variables = {each: os.environ[each] for each in VARIABLES if each in os.environ}
         self._known: dict[str, EnvironmentRecord] = {}  # by key
         self._held: dict[str, int] = {}  # by key: deploys that are about to have it
         self._fresh: set[str] = set()  # of which no deploy has heard yet
@@ -131,14 +137,14 @@ class Environments:
 
     def requirements(self, said: str, tree: Path) -> str:
         """Of a deploy with these files: what was said, or requirements.txt or pyproject.toml among them. "" for none.
-        Raises HttpError.
+        Reads files: not of the router's loop. Raises HttpError.
         """
         try:
             if not said:
                 if (tree / "requirements.txt").is_file():
-                    said = (tree / "requirements.txt").read_text()
+                    said = _read(tree / "requirements.txt", MOST_NBYTES)
                 elif (tree / "pyproject.toml").is_file():
-                    said = of_project((tree / "pyproject.toml").read_text())
+                    said = of_project(_read(tree / "pyproject.toml", MOST_PROJECT_NBYTES))
             if not said.strip():
                 return ""
             if not self._node.torch[1]:
@@ -165,6 +171,12 @@ class Environments:
         """The key of an environment with these; "" if the node's own has them all. Raises HttpError."""
         if sources and not self._config.builds:
             text = "this node builds nothing from sources; whoever runs it can allow it: [environments] builds = true"
+            raise refuse(403, "builds_refused", text)
+        if sources and any(map(_PASSWORD.match, (*self._sources, *self._variables.values()))):
+            text = (
+                "code of packages could read the password with which this node reaches its index: whoever runs it can "
+                "name an index, or a proxy, without one; or deploy without --allow-build"
+            )
             raise refuse(403, "builds_refused", text)
         # As tensors are shared: else a tenant could find out what others have. Code of packages has run in a build from
         # sources: what comes out is for its tenant alone.
@@ -254,10 +266,8 @@ class Environments:
                 else:
                     loop.remove_reader(read_fd)
 
-        variables = {each: os.environ[each] for each in VARIABLES if each in os.environ}
-        order = m.BuildOrder(
-            index=self._config.index, find_links=list(self._config.find_links), sources=sources, variables=variables
-        )
+        index, *find_links = self._sources
+        order = m.BuildOrder(index=index, find_links=find_links, sources=sources, variables=self._variables)
         fork = m.Fork(
             instance=name,
             function="",
@@ -396,6 +406,15 @@ class Environments:
 def _disk_full() -> HttpError:
     text = "the disk of [node] state has no room for the function's libraries; free space on it"
     return refuse(507, "disk_full", text)
+
+
+def _read(path: Path, most_nbytes: int) -> str:
+    """Raises OSError, UnicodeDecodeError, RequirementsRefused."""
+    with path.open("rb") as file:
+        data = file.read(most_nbytes + 1)
+    if len(data) > most_nbytes:
+        raise RequirementsRefused("bad_requirements", f"{path.name} has more than {most_nbytes:,} bytes; write less")
+    return data.decode()
 
 
 def _hash(*parts: str) -> str:

@@ -243,7 +243,7 @@ class Instances:
             batch=spec.batch,
             variables=variables,
             environment=environment,
-            network=spec.network,
+            network=spec.network and self._config.sandbox.network,  # which may have been taken back
             limits=self.limits,
         )
 

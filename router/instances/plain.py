@@ -87,7 +87,11 @@ class PlainZygote:
 
     def reset(self) -> None:
         """The others have lost their zygote, and are forgotten: so are these."""
-        builds = [fork for fork in self._children.values() if fork.build is not None]
+        waiting, self._waiting = self._waiting, {}
+        for _, fds in waiting.values():
+            close_all(fds)
+        forgotten = (*self._children.values(), *(fork for fork, _ in waiting.values()))
+        builds = [fork for fork in forgotten if fork.build is not None]
         self._children.clear()
         self._link.reset()
         for fork in builds:

@@ -228,6 +228,25 @@ def test_code_of_packages_cannot_have_another_folder_taken_for_what_it_builds(in
         assert node.result("other", 0) == 1
 
 
+def test_requirements_are_read_in_bounds(node: TestNode) -> None:
+    answer = node.deploy("one", FUNCTION, {"requirements.txt": "#" * (1 << 20)})
+    assert (answer.status, answer.code) == (400, "bad_requirements"), answer
+    assert "requirements.txt has more than 32,768 bytes" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("index", "proxy"), [("http://u:password@127.0.0.1:1/simple", ""), ("", "u:password@127.0.0.1:1")]
+)
+def test_code_of_packages_does_not_get_the_password_of_an_index(
+    monkeypatch: pytest.MonkeyPatch, index: str, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    with running_node(f'{GPU}[environments]\nindex = "{index}"\nbuilds = true\n') as node:
+        answer = node.deploy("f", FUNCTION, requirements="built", allow_build=True)
+        assert (answer.status, answer.code) == (403, "builds_refused"), answer
+        assert "password" in answer.message
+
+
 def test_two_deploys_of_one_name_at_once(node: TestNode) -> None:
     answers: list[HttpAnswer] = []
     ready = threading.Barrier(2)
@@ -324,3 +343,25 @@ def test_a_network_only_where_the_node_grants_it(granted: bool) -> None:
         if granted:
             node.deployed("f", source, network=True)
             assert node.result("f", node.port) == "connected"
+
+
+def test_a_network_that_the_node_takes_back() -> None:
+    source = """
+    import socket
+    def handle(state, request):
+        socket.create_connection(("127.0.0.1", request), timeout=20).close()
+        return "connected"
+    """
+    with running_node(f"{GPU}[sandbox]\nwarm = []\nnetwork = true\n") as node:
+        node.deployed("f", source, network=True)
+        assert node.result("f", node.port) == "connected"
+        node.deployed("f", source)
+        node.deployed("g", source, network=True)
+        node.kill_all()
+        node.file.write_text(node.file.read_text().replace("network = true", "network = false"))
+        node.start()
+        if "net" in node.status()["node"]["confinement"]:
+            assert "in create_connection" in node.invoke("g", node.port).message
+        with pytest.raises(CallRefused) as refused:
+            node.admin.roll_back("f", 0)
+        assert refused.value.code == "network_refused"

@@ -15,10 +15,11 @@ def _refused(text: str) -> tuple[str, str]:
 
 def test_lines_without_comments() -> None:
     text = "# what it needs\n\ncolours>=1 # bright\nrich[all] \\\n  <99\ntorch\ntorch>=2.11,<3\ntorch==2.13.0\r\n"
-    wanted = ["colours>=1", "rich[all]    <99", "torch", "torch>=2.11,<3", "torch==2.13.0"]
+    wanted = ["colours>=1", "rich[all]<99", "torch", "torch<3,>=2.11", "torch==2.13.0"]
     assert checked(text, TORCH).splitlines() == wanted
     assert checked("\n# nothing\n", TORCH) == ""
-    assert checked("colours==1 --hash=sha256:00", TORCH) == "colours==1 --hash=sha256:00\n"
+    hashed = "colours==1 --hash=sha256:00 --hash=sha256:0f"
+    assert checked(hashed, TORCH) == checked(hashed.replace(" --", "\\\r\n --"), TORCH) == f"{hashed}\n"
 
 
 def test_what_is_not_for_here_is_not_looked_at() -> None:
@@ -43,6 +44,12 @@ def test_what_is_not_for_here_is_not_looked_at() -> None:
         ("own @ file:///etc/passwd", "bad_requirements", "own is named by an address"),
         ("two words", "bad_requirements", "is no requirement"),
         ("\0", "bad_requirements", "is no requirement"),
+        ('colours; sys_platform == "${HTTP_PROXY}"', "bad_requirements", "has a variable or an option in it"),
+        ('colours; os_name == "x --index-url=http://evil.example"', "bad_requirements", "a variable or an option"),
+        ("colours==1 --hash=${HTTP_PROXY}", "bad_requirements", "is no requirement"),
+        ('colours; os_name ~= "x"', "bad_requirements", "is no requirement"),
+        ('colours; "a" === "b"', "bad_requirements", "is no requirement"),
+        (f'colours; {"(" * 5000}os_name == "a"{")" * 5000}', "bad_requirements", "is no requirement"),
     ],
 )
 def test_what_is_refused_is_named(line: str, code: str, says: str) -> None:
@@ -59,6 +66,11 @@ def test_requirements_are_bounded() -> None:
 def test_of_a_project_its_dependencies_count() -> None:
     assert of_project('[project]\nname = "f"\ndependencies = ["colours>=1", "rich"]\n') == "colours>=1\nrich\n"
     assert of_project("[tool.other]\nx = 1\n") == ""
-    for text in ("[project\n", '[project]\ndependencies = "rich"\n', '[project]\ndependencies = ["a\\nb"]\n'):
+    for text in (
+        "[project\n",
+        f"x = {'[' * 5000}{']' * 5000}",
+        '[project]\ndependencies = "rich"\n',
+        '[project]\ndependencies = ["a\\nb"]\n',
+    ):
         with pytest.raises(RequirementsRefused, match=r"pyproject\.toml"):
             of_project(text)
