@@ -248,7 +248,11 @@ class SetSecret(Packet, frozen=True, kw_only=True, tag=25):
 
 
 class OpenDashboard(Packet, frozen=True, kw_only=True, tag=27):
-    """A link to the dashboard, good once and soon, with which a browser needs no key."""
+    """A link to the dashboard, good once and soon, with which a browser needs no key. ``end``: none, but the end of all
+    sessions that such links have begun.
+    """
+
+    end: bool = False
 
 
 class RemoveSecret(Packet, frozen=True, kw_only=True, tag=26):

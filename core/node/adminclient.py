@@ -56,6 +56,10 @@ class AdminClient:
         """A link to it, good once and for a minute."""
         return self._asked(a.OpenDashboard(), dict[str, str])["url"]
 
+    def end_dashboards(self) -> int:
+        """How many sessions there were."""
+        return self._asked(a.OpenDashboard(end=True), dict[str, int])["ended"]
+
     def drain(self, undo: bool = False) -> bool:
         """Whether it has drained, once nothing runs any more; with ``undo`` at once."""
         with self._conversation(None) as conversation:

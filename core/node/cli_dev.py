@@ -1,5 +1,6 @@
 """`dormouse dev` and `dormouse top`, which a person leaves running in a terminal until Ctrl-C; `dormouse dashboard`."""
 
+import html
 import os
 import shutil
 import sys
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.3
 """Between two looks at the folder: shorter than it takes to change windows."""
 
+
+LINK_S: Final = 60.0
+"""How long a link to the dashboard is good: how soon a browser has its page nobody knows."""
 
 SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
 """Variables of which one is set where a browser has a screen."""
@@ -94,16 +98,35 @@ def top(context: CommandContext, every: float) -> None:
 
 @click.command()
 @click.option("--print", "only_print", is_flag=True, help="Do not open a browser.")
+@click.option("--end", is_flag=True, help="End all sessions that such links have begun.")
 @pass_context
-def dashboard(context: CommandContext, only_print: bool) -> None:
+def dashboard(context: CommandContext, only_print: bool, end: bool) -> None:
     """Print a link to the dashboard, and open it where there is a screen.
 
     The link is good once, and for a minute. The browser tab that opens it needs no key: it may do what a key of the
-    scope admin may, for twelve hours or until the node's router ends.
+    scope admin may, for twelve hours, until `--end`, or until the node's router ends.
     """
+    if end:
+        click.echo(f"sessions ended: {context.client.end_dashboards()}")
+        return
     link = context.client.dashboard()
     click.echo(link)
     if not only_print and sys.stdout.isatty() and SCREENS & os.environ.keys():
-        import webbrowser
+        click.echo("the browser opens it; this command ends in a minute (or Ctrl-C), when the link is good no more")
+        open_link(link, LINK_S)
 
-        webbrowser.open(link)
+
+def open_link(link: str, wait_s: float) -> None:
+    """In the browser, by a file that its user alone can read: everybody can read a process's arguments, and whoever
+    opens the link first has the session. The file is there as long as the link is good.
+    """
+    import tempfile
+    import webbrowser
+
+    with tempfile.TemporaryDirectory(prefix="dormouse-") as folder:  # its mode is 0700
+        page = Path(folder) / "dashboard.html"
+        page.touch(0o600)
+        page.write_text(f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={html.escape(link)}">\n')
+        webbrowser.open(page.as_uri())
+        with suppress(KeyboardInterrupt):
+            time.sleep(wait_s)

@@ -215,9 +215,7 @@ CALLS: Final = frozenset(
 OPEN: Final = CALLS | {Act.METRICS, Act.WATCH}
 """What needs no key where a node is open."""
 
-ADMINISTRATIVE: Final = (
-    frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD, Act.SESSION}
-)
+ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD}
 """Whose refusals the audit log has."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}

@@ -53,6 +53,14 @@ class Passes:
         until_s, caller = self._sessions.get(_hash(token), (0.0, None))
         return caller if self._clock() < until_s else None
 
+    def end(self) -> int:
+        """All sessions, and the links that nobody has opened yet; how many sessions there were."""
+        now_s = self._clock()
+        ended = sum(now_s < until_s for until_s, _ in self._sessions.values())
+        self._tickets.clear()
+        self._sessions.clear()
+        return ended
+
     def holds(self, key: str) -> bool:
         """Whether there is this session still."""
         now_s = self._clock()

@@ -7,6 +7,7 @@ request's path. adminsocket.py and adminhttp.py are the transports.
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, assert_never
 
 import orjson
@@ -15,7 +16,7 @@ from dormouse.core import tenants
 from dormouse.core.audit import Audit
 from dormouse.core.keys import KeyFile, shown
 from dormouse.router.access import tenancy
-from dormouse.router.access.access import Caller
+from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.passes import Passes
 from dormouse.router.admin import overview
 from dormouse.router.admin.asks import Asks
@@ -187,9 +188,11 @@ class Admin:
                         drain.begin()
                     self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.runs.left)
                 return {"drained": False if undo else await drain.ended()}
-            case a.OpenDashboard():
-                with self._permits.audited(caller, act, ""):
+            case a.OpenDashboard(end=end):
+                with self._permits.audited(caller, act, "--end" if end else ""):
                     self._permits.may(caller, act)
+                    if end:
+                        return {"ended": self._passes.end()}
                     return {"url": f"{overview.url(self._node)}/#ticket={self._passes.ticket(caller.name)}"}
             case a.Keys():
                 self._permits.may(caller, act)
@@ -237,12 +240,15 @@ class Admin:
         controllers = await self._asks.controller_status()
         return overview.status(self._node, self._rows(), controllers)
 
-    def session(self, ticket: bytes) -> dict[str, str]:
+    def session(self, caller: Caller, ticket: bytes) -> dict[str, str]:
         """The key that a browser has for a link's ticket. Raises HttpError."""
         key = self._passes.redeem(ticket)
-        if key is None:
+        holder = None if key is None else self._passes.find(key.encode())
+        if key is None or holder is None:
+            self._permits.write(caller, Act.SESSION, "", "ticket_used")
             text = "this link was used, or is older than a minute; `dormouse dashboard` on the node makes another"
             raise refuse(403, "ticket_used", text)
+        self._permits.write(replace(holder, origin=caller.origin), Act.SESSION, holder.key, "ok")
         return {"key": key}
 
     async def errors(self, caller: Caller, name: str) -> dict[str, Any]:

@@ -89,7 +89,7 @@ async def route(
         case Act.ERRORS:
             await x.answer_json(200, await admin.errors(caller, name))
         case Act.SESSION:
-            await x.answer_json(200, admin.session(x.header(b"x-dormouse-ticket") or b""))
+            await x.answer_json(200, admin.session(caller, x.header(b"x-dormouse-ticket") or b""))
         case Act.DASHBOARD:
             data, kind = files.file(name)
             await x.answer(200, data, pages.HEADERS, kind)

@@ -58,8 +58,11 @@ class Permits:
             outcome = error.failure.code
             raise
         finally:
-            word = access.OF_SOCKET[type(act)].value
-            whose: dict[str, Any] = {"uid": caller.uid} if caller.uid is not None else {"tenant": caller.tenant}
-            self._audit.write(caller.name, caller.origin, word, audited.name, outcome, **whose)
-            if (trouble := self._audit.trouble) is not None:
-                self._log.error("audit_log_lost_a_line", trouble=trouble)
+            self.write(caller, access.OF_SOCKET[type(act)], audited.name, outcome)
+
+    def write(self, caller: Caller, act: access.Act, name: str, outcome: str) -> None:
+        """One line; ``outcome``: "ok", or the code of the refusal."""
+        whose: dict[str, Any] = {"uid": caller.uid} if caller.uid is not None else {"tenant": caller.tenant}
+        self._audit.write(caller.name, caller.origin, act.value, name, outcome, **whose)
+        if (trouble := self._audit.trouble) is not None:
+            self._log.error("audit_log_lost_a_line", trouble=trouble)

@@ -3,7 +3,6 @@
 import http.client
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,9 +182,7 @@ def test_others_have_the_gpu_between_requests_that_never_end(node: TestNode) -> 
         thread.start()
     try:
         for _ in range(5):
-            began_s = time.monotonic()
             assert node.result("other", 0) == 2.0
-            assert time.monotonic() - began_s < 30
     finally:
         over.set()
         for thread in threads:

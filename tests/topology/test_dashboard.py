@@ -250,7 +250,19 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
         assert [(answer.status, answer.code) for answer in answers] == [(200, ""), (403, "ticket_used")]
         with Stream(node, answers[0].body["key"]) as stream:
             assert stream.until("rights", "snapshot") == ["admin", "deploy", "invoke", "metrics"]
-        assert "dashboard open" in (node.state / "logs" / "audit.log").read_text()
+            assert node.admin.end_dashboards() == 1
+            while stream.answer.readline():
+                pass
+        lines = [json.loads(line) for line in (node.state / "logs" / "audit.log").read_text().splitlines()]
+        found = [(line["act"], line["name"][:8], line["outcome"]) for line in lines[-4:]]
+        assert found == [
+            ("dashboard open", "", "ok"),
+            ("session", "session ", "ok"),
+            ("session", "", "ticket_used"),
+            ("dashboard open", "--end", "ok"),
+        ]
+        assert lines[-3]["who"].startswith(lines[-3]["name"] + " of ")
+        assert lines[-3]["from"].startswith("127.0.0.1:")
 
 
 def test_the_end_of_the_node_ends_the_stream() -> None:

@@ -498,6 +498,19 @@ def test_a_link_to_the_dashboard_is_good_once_and_soon_and_its_session_for_a_day
     assert not node.gate.admits(judged.caller), "what it watches ends, too"
 
 
+def test_all_sessions_and_links_can_be_ended(node: Node) -> None:
+    passes = node.gate.passes
+    keys = [passes.redeem(passes.ticket("user ann").encode()) or "" for _ in range(2)]
+    ticket = passes.ticket("user ann")
+    judged = node.ask("GET", "/admin/status", {"authorization": f"Bearer {keys[0]}"})
+    assert isinstance(judged, Entered)
+    assert passes.end() == 2
+    assert [_let_in(node, key) for key in keys] == [401, 401]
+    assert passes.redeem(ticket.encode()) is None
+    assert not node.gate.admits(judged.caller), "what it watches ends, too"
+    assert passes.end() == 0
+
+
 def test_links_and_sessions_are_few(node: Node) -> None:
     passes = node.gate.passes
     first = passes.ticket("a")

@@ -1193,7 +1193,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
-TestRouterMachine = RouterMachine.TestCase
+TestRouterMachine = pytest.mark.timeout(900)(RouterMachine.TestCase)
 
 
 def test_a_body_that_is_not_json_is_its_clients_mistake() -> None:
