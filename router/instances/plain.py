@@ -41,6 +41,7 @@ class PlainZygote:
         self._waiting: dict[str, tuple[m.Fork, list[int]]] = {}  # by instance, with descriptors of ours
         self._children: dict[str, m.Fork] = {}  # by instance
         self._idle: asyncio.TimerHandle | None = None
+        self._dismissed = 0  # the epoch of the one that is to end: nothing more is forked from it
         self._link = ZygoteLink(
             node.config.sandbox,
             node.paths,
@@ -78,12 +79,15 @@ class PlainZygote:
             self._link.post(m.Signal(instance=name, signal=number))
 
     def peers_changed(self, peers: Mapping[str, int], down: Mapping[str, str]) -> None:
-        self._link.connect(peers.get(PLAIN_ZYGOTE, 0))
+        self._connect(peers.get(PLAIN_ZYGOTE, 0))
         if PLAIN_ZYGOTE in down:
             for fork, fds in [*self._waiting.values()]:
                 del self._waiting[fork.instance]
                 close_all(fds)
                 self._gone(fork, f"could not be forked: its zygote does not start: {down[PLAIN_ZYGOTE]}")
+
+    def _connect(self, epoch: int) -> None:
+        self._link.connect(epoch if epoch != self._dismissed else 0)
 
     def reset(self) -> None:
         """The others have lost their zygote, and are forgotten: so are these."""
@@ -96,7 +100,7 @@ class PlainZygote:
         self._link.reset()
         for fork in builds:
             self._gone(fork, "was ended with all others")
-        self._link.connect(self._node.peers.get(PLAIN_ZYGOTE, 0))
+        self._connect(self._node.peers.get(PLAIN_ZYGOTE, 0))
 
     def close(self) -> None:
         self._rest(False)
@@ -147,4 +151,6 @@ class PlainZygote:
     def _dismiss(self) -> None:
         self._idle = None
         if (epoch := self._node.peers.get(PLAIN_ZYGOTE, 0)) and not self._children and not self._waiting:
+            self._dismissed = epoch
+            self._link.connect(0)  # what is to be forked from now on waits for its successor
             self._node.supervisor.send(m.DismissRole(role=PLAIN_ZYGOTE, epoch=epoch))
