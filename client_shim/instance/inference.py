@@ -23,6 +23,9 @@ from dormouse.schemas.open_inference import ALL, InferenceKind, InferredKind
 
 MOST_TENSORS: Final = 1000
 
+MOST_ELEMENTS: Final = (1 << 60) - 1
+"""Of a shape: NumPy makes no array whose lengths other than 0, of eight bytes each, come to more than 2^63 - 1."""
+
 _UNSUPPORTED: Final = ("shared_memory_region", "classification")
 
 
@@ -194,8 +197,10 @@ def _tensors(asked: InferenceRequest, rest: memoryview) -> Tensors:
         if each.datatype not in signatures.DATATYPES:
             text = f"input {each.name[:100]!r} is of the datatype {each.datatype[:20]!r}; there are"
             raise wrong(f"{text} {', '.join(signatures.DATATYPES)}")
-        if len(each.shape) > 32 or any(length < 0 for length in each.shape):
-            raise wrong(f"input {each.name[:100]!r} has a shape that is none: {each.shape[:40]}")
+        if len(each.shape) > 32 or any(not 0 <= length <= MOST_ELEMENTS for length in each.shape):
+            raise wrong(f"input {each.name[:100]!r} has a shape that is none: {str(each.shape)[:400]}")
+        if math.prod(length or 1 for length in each.shape) > MOST_ELEMENTS:  # NumPy counts so, also where one is 0
+            raise wrong(f"input {each.name[:100]!r} has a shape of too many elements: {str(each.shape)[:400]}")
         nbytes = each.parameters.get("binary_data_size")
         if (nbytes is None) is (each.data is msgspec.UNSET):
             raise wrong(f"input {each.name[:100]!r} is to have either data or a binary_data_size")

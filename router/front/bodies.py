@@ -43,6 +43,8 @@ class Body:
         self.nbytes = 0
         self._bodies = bodies
         self._room_nbytes = 0
+        self._end = 0  # of what was announced
+        self._spare_nbytes = 0  # of pages that another body has filled: they are there, whatever comes now
         self._chunks: list[bytes] = []
         self._pages: mmap.mmap | None = None
 
@@ -50,8 +52,9 @@ class Body:
         """Have room for so many, if they need any. Raises NoRoom."""
         if self._pages is None and expected_nbytes > SMALL_NBYTES:
             await self._bodies.take(expected_nbytes)
-            self._room_nbytes = expected_nbytes
-            self._pages = self._bodies.pages(expected_nbytes)
+            self._end = expected_nbytes
+            self._pages, self._spare_nbytes = self._bodies.pages(expected_nbytes)
+            self._room_nbytes = max(expected_nbytes, self._spare_nbytes)
             for early in self._chunks:
                 self._pages.write(early)
             self._chunks = []
@@ -68,11 +71,11 @@ class Body:
 
     def rest(self) -> memoryview | None:
         """Where all that is still to come will lie, once there is room for it; :meth:`filled` follows."""
-        return None if self._pages is None else memoryview(self._pages)[self.nbytes : self._room_nbytes]
+        return None if self._pages is None else memoryview(self._pages)[self.nbytes : self._end]
 
     def filled(self) -> None:
         """The rest has come, and lies there."""
-        self.nbytes = self._room_nbytes
+        self.nbytes = self._end
 
     def complete(self) -> "Body":
         """All has come: room that was not needed is given back."""
@@ -80,8 +83,9 @@ class Body:
             self.data = b"".join(self._chunks)
         else:
             self.data = memoryview(self._pages)[: self.nbytes]
-            self._bodies.give(self._room_nbytes - self.nbytes)
-            self._room_nbytes = self.nbytes
+            kept_nbytes = max(self.nbytes, self._spare_nbytes)
+            self._bodies.give(self._room_nbytes - kept_nbytes)
+            self._room_nbytes = kept_nbytes
         return self
 
     def close(self) -> None:
@@ -114,16 +118,19 @@ class Bodies:
     def _fits(self, nbytes: int) -> bool:
         return self.taken_nbytes + self.unread_nbytes + nbytes <= self.budget_nbytes
 
-    def pages(self, nbytes: int) -> mmap.mmap:
-        """For so many bytes, which have been taken: the spare ones, or new ones."""
+    def pages(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        """For so many bytes, which have been taken: the spare ones, of which then all are taken, or new ones; and how
+        many are spare ones.
+        """
         spare, self._spare = self._spare, None
-        if spare is not None and nbytes <= len(spare) <= 2 * nbytes:
+        if spare is not None and nbytes <= len(spare) <= 2 * nbytes and self._fits(len(spare) - nbytes):
             spare.seek(0)
-            return spare
+            self.taken_nbytes += len(spare) - nbytes
+            return spare, len(spare)
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them: first writes take ten times as long
             pages.madvise(mmap.MADV_HUGEPAGE)
-        return pages
+        return pages, 0
 
     def keep(self, pages: mmap.mmap) -> None:
         """For the next body, a while, if nobody else needs the room."""
