@@ -174,7 +174,7 @@ class Controller(Actor):
             case m.Quarantined() | m.Lifted():
                 self._quarantined(message)
             case m.Answered():
-                self._perform(ev.Answered(message.request, message.used))
+                self._perform(ev.Answered(message.request, message.used, message.taken, message.together))
             case m.Missed():
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskPolicy():

@@ -169,11 +169,6 @@ class RequestBatches:
         rest_s = took_s + (self.times.of(len(left_s) - count) or 0.0)
         return sum(left >= took_s for left in left_s[:count]) + sum(left >= rest_s for left in left_s[count:])
 
-    def took(self, count: int, failed: int, seconds: float) -> None:
-        """A batch of so many. One with failures says nothing: all may have been tried again alone."""
-        if count and not failed:
-            self.times.took(count, seconds)
-
     def wait_s(self, count: int, waited_s: float) -> float:
         """How long ``count`` requests, the first of which has waited so long, wait for one more."""
         now, one, more = (self.times.of(each) for each in (count, 1, count + 1))

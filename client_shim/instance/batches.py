@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from dormouse.client_shim.instance import answer_bodies, context, report
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.hints import AskedRequest
+from dormouse.client_shim.node.router_port import LeaseRefusal
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
 if TYPE_CHECKING:
     from dormouse.client_shim.instance.runner import Runner
+
+NOBODY: Final = "nobody_waits"
+"""The scheduler's word when all who waited for a batch have left before it began."""
 
 LOST: Final = ("executor_lost", "seat_lost")
 
@@ -43,6 +47,7 @@ class Batches:
         self._router, self._stream = runner.backend.router, runner.stream
         self._waiting: deque[m.Run] = deque()
         self._leaving = False
+        self._together = 0  # requests in handle_batch()'s only call
 
     def serve(self) -> None:
         """Until the router says Exit. Raises PeerLost."""
@@ -75,6 +80,10 @@ class Batches:
         backend.may_acquire = True
         try:
             self._stream.begin_lease(backend.acquire())
+        except LeaseRefusal as refusal:
+            if refusal.code == NOBODY:  # of those that it was asked for; what has come since asks anew
+                return
+            failed = self._failed(refusal)
         except Exception as error:
             failed = self._failed(error)
         finally:
@@ -82,7 +91,9 @@ class Batches:
         self._hear(0.0)  # what has come while the GPU was waited for
         count = len(self._waiting) if failed is not None else self._router.granted
         taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), count))]
+        self._together = 0
         outcomes = [failed] * len(taken) if failed is not None else self._outcomes(taken)
+        backend.batch = len(taken), self._together
         if self._stream.leased and (late := self._end()) is not None:
             outcomes = [each if isinstance(each, FailedRequest) else late for each in outcomes]
         if remains := self._stream.remains():
@@ -138,12 +149,16 @@ class Batches:
             context.begin(alone)
         failed: FailedRequest | None = None
         try:
-            return self._results(good)
+            results = self._results(good)
+            self._together = len(good)
+            return results
         except BaseException as error:
             failed = self._failed(error)
         if alone is not None or failed.code in LOST:
             return [failed] * len(good)
-        return [self._called([each])[0] for each in good]
+        each_alone = [self._called([each])[0] for each in good]
+        self._together = 0  # in calls of their own
+        return each_alone
 
     def _results(self, good: list[tuple[m.Run, AskedRequest]]) -> list[Outcome]:
         handle = self._runner.function.handle_batch

@@ -37,6 +37,7 @@ class NodeBackend:
         self.version = 0  # newest manifest version that we know
         self.nbytes = 0  # of the newest committed manifest
         self.may_acquire = True
+        self.batch = 0, 0  # taken and together, as in LeaseEnded
         self.asked: set[int] = set()  # serials of leases that we asked for, rather than got with a request
         self._directory = directory
         self._checkpoint = checkpoint
@@ -132,7 +133,8 @@ class NodeBackend:
             self.version = manifest_version
         if lease.serial in self.asked:
             self.asked.discard(lease.serial)
-            self.router.send(m.LeaseEnded(serial=lease.serial, version=self.version))
+            taken, together = self.batch
+            self.router.send(m.LeaseEnded(serial=lease.serial, version=self.version, taken=taken, together=together))
 
     def lease_lost(self) -> None:
         """The stream dropped its lease without an END; the router must not wait for one."""

@@ -152,10 +152,14 @@ class Released(_Event, frozen=True):
 
 
 class Answered(_Event, frozen=True):
-    """The instance says that it is through with its lease; ``used`` as in the router's message."""
+    """The instance says that it is through with its lease; ``used``, ``taken`` and ``together`` as in the router's
+    message.
+    """
 
     request: int
     used: bool
+    taken: int = 0
+    together: int = 0
 
 
 class RequestFailed(_Event, frozen=True):

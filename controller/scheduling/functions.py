@@ -290,17 +290,14 @@ class Function:
         """
         return (self.percentile * self.served - (self.served - self.late)) / (1.0 - self.percentile)
 
-    def measured(self, hold_s: float, copy_s: float, requests: int = 0, failed: int = 0) -> None:
+    def measured(self, hold_s: float, copy_s: float, requests: int = 0) -> None:
         """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing). Those of language models
-        last as long as requests come. ``requests``: it was of a batch of so many, some of which ``failed``.
+        last as long as requests come. ``requests``: it was for a batch of so many; see `computed`, too.
         """
         if self.times is not None:
             return
         self.hold_s += (hold_s - self.hold_s) * SMOOTHING
-        if requests and self.batches is not None and copy_s <= 0.0:
-            self.batches.took(requests, failed, hold_s)
-            if (one_s := self.batches.times.of(1)) is not None:
-                self.run_s = self.best_s = one_s
+        if requests and copy_s <= 0.0:
             return
         if copy_s <= 0.0:
             self.run_s = hold_s if self.run_s is None else self.run_s + (hold_s - self.run_s) * SMOOTHING
@@ -317,9 +314,15 @@ class Function:
         """Its batches of so many requests took so long before this scheduler began."""
         self.batches = RequestBatches(1, 0.0, self.deadline_s)
         for count, seconds in times:
-            self.batches.took(count, 0, seconds)
+            self.batches.times.took(count, seconds)
         if (one_s := self.batches.times.of(1)) is not None:
             self.run_s = self.hold_s = self.best_s = one_s
+
+    def computed(self, requests: int, hold_s: float) -> None:
+        """A lease that copied nothing was of one batch of so many, which was computed once."""
+        assert self.batches is not None
+        self.batches.times.took(requests, hold_s)
+        self.run_s = self.best_s = self.batches.times.of(1) or 0.0
 
     def worked(self, gpu_s: float, lease_s: float) -> None:
         """A lease of its language model is over, which lasted so long."""

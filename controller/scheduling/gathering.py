@@ -4,16 +4,21 @@ decided by what the function's own batches have taken (core/batching.py).
     Asked ──wait_s > 0──► gathering ──full, or it has waited for long enough──► waiting ──grant──► size() of them
       └──────────────────────────────────────────────────────────────────────────►┘
 
-Nobody waits here but by ``--batch-wait``. While a batch waits for its GPU more may come, and are in it.
+Nobody waits here but by ``--batch-wait``. While a batch waits for its GPU more may come, and are in it; and if all of
+them leave, here or there, it wants no lease any more (NOBODY).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from msgspec import structs
 
 from dormouse.controller.scheduling.events import Asked, BatchGrew
 from dormouse.controller.scheduling.state import Model
 from dormouse.core.batching import RequestBatches
+from dormouse.schemas.messages import Failure
+
+NOBODY: Final = Failure(code="nobody_waits", status=499, text="all requests of this batch have left")
 
 
 class GatheringRequests:
@@ -38,16 +43,15 @@ class GatheringRequests:
         asked, model, _ = self._waits[event.request]
         assert asked.batch is not None
         heard(model, event.deadlines, now_s)
-        batch = structs.replace(asked.batch, deadlines=event.deadlines)
-        asked = structs.replace(asked, batch=batch, counts=asked.counts and bool(event.deadlines))
+        asked = structs.replace(asked, batch=structs.replace(asked.batch, deadlines=event.deadlines))
         return None if self._waits_on(asked, model, now_s) else asked
 
     def _waits_on(self, asked: Asked, model: Model, now_s: float) -> bool:
         assert asked.batch is not None
         deadlines, batches = asked.batch.deadlines, model.function.batches
         assert batches is not None
-        waited_s = max(0.0, batches.deadline_s - (min(deadlines, default=now_s) - now_s))
-        wait_s = batches.wait_s(len(deadlines), waited_s) if deadlines else 0.0
+        waited_s = max(0.0, batches.deadline_s - (min(deadlines) - now_s))
+        wait_s = batches.wait_s(len(deadlines), waited_s)
         self._waits.pop(asked.request, None)
         if wait_s > 0.0:
             self._waits[asked.request] = asked, model, now_s + wait_s
@@ -64,10 +68,13 @@ class GatheringRequests:
                 self.left(request)
                 yield asked
 
-    def left(self, request: int) -> None:
-        """It waits no more, if it did."""
-        if self._waits.pop(request, None) is not None:
-            self._settle()
+    def left(self, request: int) -> Model | None:
+        """It waits no more; whose it was, if it did."""
+        found = self._waits.pop(request, None)
+        if found is None:
+            return None
+        self._settle()
+        return found[1]
 
     def forget(self, instance: str) -> None:
         for request in [request for request, (asked, *_) in self._waits.items() if asked.instance == instance]:

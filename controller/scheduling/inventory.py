@@ -6,7 +6,7 @@ may share bytes, so only it knows what forgetting one would free.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dormouse.controller.scheduling.events import (
     ExecutorUp,
@@ -17,12 +17,22 @@ from dormouse.controller.scheduling.events import (
     Woken,
 )
 from dormouse.controller.scheduling.functions import EvictedFor, Function, LastEviction, LastWake
-from dormouse.controller.scheduling.state import Gpu, Model, Running
+from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, Failure
 from dormouse.schemas.policy import Policy
 
 MAX_EARLY: Final = 1024
+
+
+class EndedBatch(NamedTuple):
+    """A batch whose lease is over. Which of its requests were computed its instance says, mostly later than that."""
+
+    waiting: Waiting
+    over_s: float
+    hindered_s: float
+    copy_s: float
+    hold_s: float
 
 
 class Inventory:
@@ -33,6 +43,7 @@ class Inventory:
         self.gpus: dict[int, Gpu] = {}
         self.functions: dict[str, Function] = {}
         self.models: dict[str, Model] = {}  # by instance
+        self._ended: dict[int, EndedBatch] = {}  # by request: at most one of each instance
         self.least_nbytes = 0  # that any GPU can have of models
 
     # --- GPUs
@@ -157,6 +168,8 @@ class Inventory:
         if model is None:
             return None
         model.function.instances -= 1
+        for request in [each for each, ended in self._ended.items() if ended.waiting.model is model]:
+            self.batch_answered(request, self._ended[request].waiting.size, 0)
         self._forget_unused(model.function)
         for number in model.resident:
             self.gpus[number].resident.pop(instance, None)
@@ -225,13 +238,34 @@ class Inventory:
         function = model.function
         hindered_s = running.started_s - waiting.arrived_s + max(0.0, copy_s - alone_s)
         if running.revoked_until_s is None:
-            function.measured(running.used_s, copy_s, waiting.size, waiting.failures)
+            function.measured(running.used_s, copy_s, waiting.size)
+        if running.revoked_until_s is None and waiting.batch:
+            self._ended[running.request] = EndedBatch(waiting, now_s, hindered_s, copy_s, running.used_s)
+            if running.answered is not None:
+                self.batch_answered(running.request, *running.answered)
+        elif running.revoked_until_s is None:
             function.settled(waiting, now_s > waiting.deadline_s, now_s, hindered_s)
         elif waiting.failed or now_s > waiting.deadline_s:
             function.settled(waiting, True, now_s, hindered_s)
         counts = function.counts
         counts.leases += 1
         counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
+
+    def ended(self, request: int) -> Waiting | None:
+        """A batch whose lease is over, if its instance has not said yet what became of it."""
+        found = self._ended.get(request)
+        return found.waiting if found is not None else None
+
+    def batch_answered(self, request: int, taken: int, together: int) -> None:
+        """Its instance has said that, and not before its lease was over."""
+        ended = self._ended.pop(request, None)
+        if ended is None:
+            return
+        waiting, function = ended.waiting, ended.waiting.function
+        if together and ended.copy_s <= 0.0:
+            function.computed(together, ended.hold_s)
+        waiting.size = min(waiting.size, taken)
+        function.settled(waiting, False, ended.over_s, ended.hindered_s)
 
     def check(self) -> None:
         """Assert what holds between any two events."""

@@ -60,7 +60,7 @@ from dormouse.controller.scheduling.events import (
     Woken,
 )
 from dormouse.controller.scheduling.functions import FunctionCounts
-from dormouse.controller.scheduling.gathering import GatheringRequests, heard
+from dormouse.controller.scheduling.gathering import NOBODY, GatheringRequests, heard
 from dormouse.controller.scheduling.granting import Granting
 from dormouse.controller.scheduling.invariants import check_leases
 from dormouse.controller.scheduling.inventory import Inventory
@@ -139,7 +139,7 @@ class Scheduler:
             case Asked():
                 self._asked(event, now_s, actions)
             case BatchGrew():
-                self._batch_grew(event, now_s)
+                self._batch_grew(event, now_s, actions)
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
             case Answered():
@@ -257,6 +257,9 @@ class Scheduler:
             text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
+        if event.batch is not None and not event.batch.deadlines:
+            actions.append(RefuseAsk(event.request, NOBODY))
+            return
         model = self._books.model(event.instance, now_s)
         if event.version > model.version:
             model.version = event.version
@@ -273,14 +276,23 @@ class Scheduler:
         batch = () if asked.batch is None else asked.batch.deadlines
         self._queue.add(Waiting(asked.request, model, now_s, asked.deadline_s, asked.counts, batch), now_s)
 
-    def _batch_grew(self, event: BatchGrew, now_s: float) -> None:
-        if event.request in self._gathering:
-            if (asked := self._gathering.grew(event, now_s)) is not None:
-                self._wants(asked, now_s)
-        elif (waiting := self.waiting.get(event.request)) is not None and waiting.batch:
+    def _batch_grew(self, event: BatchGrew, now_s: float, actions: list[Action]) -> None:
+        waiting = self.waiting.get(event.request)
+        if waiting is not None and waiting.batch and waiting.resumes is None:
             heard(waiting.model, event.deadlines, now_s)
-            if event.deadlines:  # else its instance gives the lease back at once
+            if event.deadlines:
                 waiting.batch, waiting.size = event.deadlines, len(event.deadlines)
+            else:
+                self._queue.left(waiting, now_s)
+                actions.append(RefuseAsk(event.request, NOBODY))
+        elif event.request in self._gathering:
+            if not event.deadlines:
+                model = self._gathering.left(event.request)
+                assert model is not None
+                heard(model, (), now_s)
+                actions.append(RefuseAsk(event.request, NOBODY))
+            elif (asked := self._gathering.grew(event, now_s)) is not None:
+                self._wants(asked, now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
         running = self._leases.by_request.get(request)
@@ -297,6 +309,7 @@ class Scheduler:
     def _request_failed(self, event: RequestFailed) -> None:
         running = self._leases.by_request.get(event.request)
         waiting = running.waiting if running is not None else self.waiting.get(event.request)
+        waiting = waiting or self._books.ended(event.request)
         if waiting is not None:
             waiting.failed = True
             waiting.failures += 1
@@ -308,8 +321,12 @@ class Scheduler:
         is over; the executor is told with the next that it hears.
         """
         running = self._leases.by_request.get(event.request)
-        if running is None or running.revoked_until_s is not None:
+        if running is None:
+            self._books.batch_answered(event.request, event.taken, event.together)
             return
+        if running.revoked_until_s is not None:
+            return
+        running.answered = event.taken, event.together
         gpu, serial = self.gpus[running.lease.gpu], running.lease.serial
         if event.used or running.missing_nbytes:
             if not event.used:

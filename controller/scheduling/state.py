@@ -131,6 +131,7 @@ class Running:
     """
 
     __slots__ = (
+        "answered",
         "cold",
         "copies_until_s",
         "copying_nbytes",
@@ -172,6 +173,7 @@ class Running:
         self.counted_s = 0.0  # of its time in turns, for its tenant's share
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
+        self.answered: tuple[int, int] | None = None  # what its instance has said of its batch: taken, together
         self.due: DueSteps | None = None
         self.rests = False  # it has a turn, and nothing to compute, as far as it has said
         self.wakes = False  # it has brought what it missed, and has had no step since

@@ -96,6 +96,7 @@ class BatchLines:
         if line is None:
             return [lease]
         found, line.running, line.lease = line.running, [], None
+        self._tell(ev.Answered(lease, True, len(found), len(found)))
         return found
 
     def over(self, request: int, refused: bool) -> None:

@@ -137,11 +137,11 @@ class RequestPolicy:
         match message:
             case m.NeedLease(version=version) if holder.own is None:
                 serving.need_lease(p, holder, version)
-            case m.LeaseEnded(version=version):
+            case m.LeaseEnded(version=version, taken=taken, together=together):
                 holder.version = version
                 if holder.own is not None:
                     number, holder.own = holder.own, None
-                    queueing.given_back(p, number, used=True)
+                    queueing.given_back(p, number, True, taken, together)
             case _ if not isinstance(holder, Instance) or not self._from_instance(holder, message):
                 said = type(message).__name__
                 lives.kill(p, holder, f"broke the protocol ({said} while {holder.state.value})")

@@ -81,11 +81,11 @@ def release(p: RouterState, number: int) -> None:
         p.tell(m.Release(request=number))
 
 
-def given_back(p: RouterState, number: int, used: bool) -> None:
+def given_back(p: RouterState, number: int, used: bool, taken: int = 0, together: int = 0) -> None:
     """The instance says that it is through with its lease; the controller sees to it that this is so."""
     ticket = p.tickets.pop(number, None)
     if ticket is not None and not ticket.done:
-        p.tell(m.Answered(request=number, used=used))
+        p.tell(m.Answered(request=number, used=used, taken=taken, together=together))
 
 
 def fail(p: RouterState, number: int, failure: m.Failure) -> None:
@@ -94,7 +94,7 @@ def fail(p: RouterState, number: int, failure: m.Failure) -> None:
     if request.function in p.functions:
         ticket = request.ticket if request.ticket in p.tickets else 0
         if ticket and (holder := p.instances.get(p.tickets[ticket].instance)) is not None and ticket in holder.open:
-            ticket = ticket if holder.spec.llm is not None else holder.batch_own or 0
+            ticket = ticket if holder.spec.llm is not None else holder.batch_own if ticket in holder.batch else 0
         p.tell(m.Missed(function=request.function, request=ticket))
     p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
 

@@ -104,6 +104,10 @@ def granted(
         return  # crossed with our Release, which ends it
     ticket.lease, ticket.source = lease, source
     if ticket.request is None:
+        if requests:
+            instance = p.instances[ticket.instance]
+            waiting = [each for each in instance.open if p.tickets[each].request is not None]
+            instance.batch_own, instance.batch = number, frozenset(waiting[:requests])
         p.send(ticket.instance, m.LeaseGranted(lease=lease, requests=requests))
         return
     request = queueing.first_for(p, p.requests[ticket.request])
@@ -186,7 +190,7 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
             deadline_ms = spec.deadline_ms - int((p.now_s - oldest_s) * 1000)
             if spec.batch:
                 batch = m.BatchAsk(left_ms=queueing.left_ms(p, holder), most=spec.batch, wait_ms=spec.batch_wait_ms)
-                holder.own = holder.batch_own = queueing.acquire(p, holder, None, deadline_ms, version, batch)
+                holder.own = queueing.acquire(p, holder, None, deadline_ms, version, batch)
                 return
         case Instance():
             text = (
@@ -344,6 +348,7 @@ def ran_out(p: RouterState, number: int) -> None:
             queueing.fail(p, request.number, late)
             ticket.request = None
             p.send(instance.name, m.Abandon(request=number))
+            queueing.batch_changed(p, instance)
         if function:  # code that never waits for anything cannot be told
             p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
         return

@@ -115,7 +115,8 @@ class Instance:
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load(), or of a language model's seat
     open: dict[int, None] = field(default_factory=dict)  # tickets of requests, of those that have many at once
-    batch_own: int | None = None  # the ticket of its last batch's lease
+    batch_own: int = 0  # the ticket of its last batch's lease
+    batch: frozenset[int] = frozenset()  # the tickets of the requests in that
     begun_own: int | None = None  # the ticket of its seat when it last began an answer
     started_s: float = 0.0
     progress_s: float = 0.0  # when it last did something, while it loads

@@ -223,10 +223,15 @@ class AnswerParts(Message, frozen=True, kw_only=True, tag=10):
 
 
 class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):
-    """A lease taken with NeedLease was given back; ``version`` is the newest manifest version it knows."""
+    """A lease taken with NeedLease was given back; ``version`` is the newest manifest version it knows. Of a batch:
+    how many requests it was for in the end (``taken``), and how many handle_batch() had in its only call (``together``;
+    0: in none, or they were tried again).
+    """
 
     serial: int
     version: int
+    taken: int = 0
+    together: int = 0
 
 
 class Spoiled(Message, frozen=True, kw_only=True, tag=8):

@@ -111,11 +111,13 @@ class Lifted(Message, frozen=True, kw_only=True, tag=10):
 
 class Answered(Message, frozen=True, kw_only=True, tag=11):
     """The instance says that it is through with the request's lease. ``used``: it has given the GPU commands, the last
-    of them an END, so that the executor will say Done; else nobody does.
+    of them an END, so that the executor will say Done; else nobody does. ``taken`` and ``together`` as in LeaseEnded.
     """
 
     request: int
     used: bool
+    taken: int = 0
+    together: int = 0
 
 
 class Served(Message, frozen=True, kw_only=True, tag=13):

@@ -79,7 +79,7 @@ def batches(longest_s: float = 0.05, deadline_s: float = 1.0, gap_s: float = 0.0
     """``times``: what batches of so many have taken, as b1, b4; arrivals come in this time from one another."""
     rule = RequestBatches(8, longest_s, deadline_s)
     for name, seconds in times.items():
-        rule.took(int(name[1:]), 0, seconds)
+        rule.times.took(int(name[1:]), seconds)
     for number in range(1, 20):
         rule.came(1, number * gap_s)
     return rule
@@ -101,28 +101,25 @@ def test_times_of_batches_are_learned() -> None:
     assert times.of(2) == 0.7
 
 
-def test_a_cold_batch_or_a_failed_one_lets_nobody_wait() -> None:
+def test_a_cold_batch_lets_nobody_wait() -> None:
     """Nothing is gained by batches here."""
     rule = batches(b1=0.02, b2=0.04)
-    rule.took(1, 0, 0.02)
-    rule.took(1, 0, 1.0)
-    assert rule.wait_s(1, 0.0) == 0.0
-    for _ in range(9):
-        rule.took(2, 1, 0.001)
+    rule.times.took(1, 0.02)
+    rule.times.took(1, 1.0)
     assert rule.wait_s(1, 0.0) == 0.0
 
 
 def test_requests_that_are_heard_together_have_come_one_by_one() -> None:
     """Ten in each 100 ms, heard after a batch: 10 ms apart."""
     rule = RequestBatches(16, 0.5, 10.0)
-    rule.took(1, 0, 0.02)
-    rule.took(2, 0, 0.025)
+    rule.times.took(1, 0.02)
+    rule.times.took(2, 0.025)
     for batch in range(1, 30):
         rule.came(10, batch * 0.1)
     assert rule.wait_s(1, 0.0) > 0, "15 ms are saved"
-    rule.took(2, 0, 0.0299)
+    rule.times.took(2, 0.0299)
     for _ in range(4):
-        rule.took(2, 0, 0.0311)
+        rule.times.took(2, 0.0311)
     assert rule.wait_s(1, 0.0) == 0.0, "9 ms are"
 
 

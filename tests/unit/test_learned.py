@@ -86,16 +86,16 @@ def test_what_batches_take_is_written_when_it_is_news(tmp_path: Path) -> None:
     batches = core.functions["a"].batches
     assert batches is not None
     for _ in range(3):
-        batches.took(1, 0, 0.52)  # as good as the same
+        batches.times.took(1, 0.52)  # as good as the same
     learned.keep(catalogue, KEEP_S)
     assert catalogue.batch_times() == {"a": ((1, 0.5),)}
-    batches.took(8, 0, 0.75)
+    batches.times.took(8, 0.75)
     learned.keep(catalogue, 1.5 * KEEP_S)
     assert catalogue.batch_times() == {"a": ((1, 0.5),)}, "it is not time to"
     learned.keep(catalogue, 2.0 * KEEP_S)
     assert catalogue.batch_times() == {"a": ((1, 0.52), (8, 0.75))}
     for _ in range(5):
-        batches.took(8, 0, 1.0)
+        batches.times.took(8, 1.0)
     learned.keep(catalogue, 2.0 * KEEP_S, last=True)
     assert catalogue.batch_times() == {"a": ((1, 0.52), (8, 1.0))}
     catalogue.close()
@@ -107,6 +107,6 @@ def test_what_batches_took_before_counts_until_more_is_known() -> None:
     function = core.functions["a"]
     assert function.batches is not None
     assert (function.best_s, function.predicted_s(0.0, 8)) == (0.5, 0.75)
-    function.batches.took(8, 0, 0.9)
+    function.batches.times.took(8, 0.9)
     core.handle(ev.FunctionKnown("a", 1.0, 0.98, 1.0, batch_times=((1, 0.1),)), 0.0)
     assert function.batches.times.known == {1: 0.5, 8: 0.75}, "the median of two"

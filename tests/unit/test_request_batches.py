@@ -48,7 +48,17 @@ class Core:
         """Another's request has the GPU."""
         return woken(self.tell(ev.Asked(900, "other", self.now_s + 1.0, 1)))
 
-    def ends(self, wake: ev.WakeOn, took_s: float = 0.0, copied: int = 0) -> list[ev.Action]:
+    def ends(
+        self, wake: ev.WakeOn, took_s: float = 0.0, copied: int = 0, taken: int | None = None, together: int = -1
+    ) -> list[ev.Action]:
+        """Its instance has ``taken`` all of it, and computed them ``together``, if nothing else is said."""
+        actions = self.over(wake, took_s, copied)
+        taken = wake.requests if taken is None else taken
+        self.tell(ev.Answered(wake.request, True, taken, taken if together < 0 else together))
+        return actions
+
+    def over(self, wake: ev.WakeOn, took_s: float = 0.0, copied: int = 0) -> list[ev.Action]:
+        """Its executor says so, mostly before its instance does."""
         self.now_s += took_s
         done = Done(
             serial=wake.lease.serial,
@@ -102,10 +112,48 @@ def test_what_batches_take_is_learned_from_leases_that_copied_nothing() -> None:
     core.tell(ev.Woken(0, 1, wake.lease.serial, 9_000_000))
     core.ends(wake, 9.0, copied=GIB)
     assert batches.times.of(2) == pytest.approx(0.12)
-    wake = woken(core.asks(60.0))
-    core.tell(ev.RequestFailed("f", wake.request))
-    core.ends(wake, 9.0)
+    core.ends(woken(core.asks(60.0)), 9.0, together=0)
     assert batches.times.of(1) == pytest.approx(0.1), "its request was tried again"
+
+
+@pytest.mark.parametrize("first", ["executor", "instance"])
+def test_times_are_learned_of_as_many_as_were_computed(first: str) -> None:
+    """Others of a batch were wrong, or had left when it began: of 4 granted, 3 were taken and 2 computed."""
+    core = Core()
+    core.learns(b1=0.1)
+    wake = woken(core.asks(*[60.0] * 4))
+    if first == "executor":
+        core.ends(wake, 0.12, taken=3, together=2)
+    else:
+        core.tell(ev.Answered(wake.request, True, 3, 2))
+        assert core.function.served == 1, "it may be late yet"
+        core.over(wake, 0.12)
+    batches = core.function.batches
+    assert batches is not None
+    assert batches.times.known == pytest.approx({1: 0.1, 2: 0.12})
+    assert core.function.served == 1 + 3
+
+
+def test_batches_that_served_nobody_teach_nothing() -> None:
+    core = Core()
+    core.learns(b1=0.1)
+    for taken in (0, 1):
+        for _ in range(5):
+            core.ends(woken(core.asks(60.0)), 0.0002, taken=taken, together=0)
+    batches = core.function.batches
+    assert batches is not None
+    assert batches.times.known == pytest.approx({1: 0.1})
+    assert (core.function.best_s, core.function.served) == (pytest.approx(0.1), 6)
+
+
+def test_a_batch_whose_instance_dies_when_its_lease_is_over_has_failed() -> None:
+    core = Core()
+    wake = woken(core.asks(1.0, 1.0))
+    core.over(wake, 0.1)
+    for _ in range(2):
+        core.tell(ev.RequestFailed("f", wake.request))
+    core.tell(ev.InstanceLost("f"))
+    assert (core.function.served, core.function.late) == (2, 2)
 
 
 def test_a_batch_is_no_larger_than_its_deadlines_allow() -> None:
@@ -188,14 +236,28 @@ def test_each_request_of_a_batch_is_counted_by_its_own_deadline() -> None:
     assert (core.function.served, core.function.late) == (5, 3)
 
 
-def test_a_batch_that_has_lost_all_its_requests_counts_nothing() -> None:
+@pytest.mark.parametrize("where", ["gathering", "waiting for its GPU", "not asked yet"])
+def test_a_batch_that_has_lost_all_its_requests_gets_no_gpu_and_counts_nothing(where: str) -> None:
     core = gathering()
     before = core.function.served
-    assert core.asks(1.0, longest_s=0.05) == []
-    wake = woken(core.grows())
-    assert wake.requests == 0
-    core.ends(wake, 0.01)
+    if where == "not asked yet":
+        core.requests += 1
+        actions = core.tell(ev.Asked(core.requests, "f", core.now_s, 1, True, ev.BatchWanted((), 8, 0.05)))
+    else:
+        other = core.busy() if where == "waiting for its GPU" else None
+        assert core.asks(1.0, longest_s=0.0 if other else 0.05) == []
+        actions = core.grows()
+        assert core.grows() == core.grows(1.0) == [], "it is over"
+        if other is not None:
+            core.ends(other)
+    (refused,) = actions
+    assert isinstance(refused, ev.RefuseAsk)
+    assert (refused.request, refused.failure.code) == (core.requests, "nobody_waits")
+    assert core.core.waiting == {}
+    assert core.core.next_deadline_s is None
+    assert core.core.gpus[0].leases == {}
     assert core.function.served == before
+    assert woken(core.asks(1.0, 1.0)).requests == 2
 
 
 def test_requests_that_come_are_counted_once() -> None:

@@ -837,10 +837,35 @@ def test_the_controller_is_told_what_waits_for_a_batch() -> None:
     granted = rig.hear(m.Granted(request=acquire.request, lease=lease, wake_nbytes=0, requests=2))
     assert one(granted, m.LeaseGranted).requests == 2
     assert said(rig.arrive(4), m.BatchWaits) == [], "it is decided"
-    rig.say("i1", m.LeaseEnded(serial=1, version=1))
+    answered = one(rig.say("i1", m.LeaseEnded(serial=1, version=1, taken=2, together=1)), m.Answered)
+    assert answered == m.Answered(request=acquire.request, used=True, taken=2, together=1)
     rig.say("i1", m.Raised(request=first.ticket, code="cancelled", text=""))
     missed = one(rig.say("i1", m.Raised(request=first.ticket + 2, code="function_raised", text="x")), m.Missed)
     assert missed.request == acquire.request, "the controller knows it by its batch's lease"
+
+
+def test_the_controller_is_told_who_ran_out_of_time_before_a_batch() -> None:
+    rig = loaded(spec(batch=4, deadline_ms=1000, timeout_ms=1000))
+    rig.arrive(1)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    rig.after(0.5)
+    rig.arrive(2)
+    waits = one(rig.after(0.5), m.BatchWaits)
+    assert (waits.request, waits.left_ms) == (acquire.request, [500])
+
+
+def test_the_failure_of_a_request_is_put_to_the_batch_that_had_it() -> None:
+    rig = loaded(spec(batch=2, deadline_ms=1000, timeout_ms=1000))
+    first = one(rig.arrive(1), e.Handover)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    rig.hear(m.Granted(request=acquire.request, lease=lease(), wake_nbytes=0, requests=1))
+    rig.after(0.5)
+    rig.arrive(2)
+    missed = one(rig.after(0.5), m.Missed)
+    assert missed.request == acquire.request
+    rig.say("i1", m.LeaseEnded(serial=1, version=1, taken=1, together=0))
+    rig.say("i1", m.Raised(request=first.ticket, code="cancelled", text=""))
+    assert one(rig.after(0.5), m.Missed).request == 0, "it was in none"
 
 
 def test_the_controller_hears_of_each_answer_under_a_shared_lease() -> None:
