@@ -108,6 +108,7 @@ class Controller(Actor):
                 self._links.close_gpu(gpu)
                 self._hellos.pop(gpu, None)
                 self._perform(ev.ExecutorDown(gpu))
+                self._moving.gpu_gone(gpu)
         for role, epoch in self.peers.items():
             if before.get(role) == epoch:
                 continue
@@ -221,6 +222,7 @@ class Controller(Actor):
             self._say(m.NotRemoved(name=name, text=str(error)))
             return
         self._perform(ev.FunctionGone(name))
+        self._moving.removed(name)
         self._loaded.pop(name, None)
         self._left_out.discard(name)
         self._choose_pool()

@@ -39,22 +39,23 @@ class ModelMoves:
     """See the module. Queries are the router's."""
 
     def __init__(self) -> None:
-        self._bringing: OrderedDict[int, str] = OrderedDict()  # functions by query
+        self._bringing: OrderedDict[int, tuple[str, float]] = OrderedDict()  # by query: function, and until when
         self._leaving: OrderedDict[int, ModelLeaves] = OrderedDict()  # by query
 
-    @property
-    def bringing(self) -> Collection[str]:
-        """Functions whose model somebody waits for."""
-        return set(self._bringing.values())
+    def bringing(self, now_s: float) -> Collection[str]:
+        """Functions whose model somebody waits for. Who has waited for too long does so no more."""
+        for query in [query for query, (_, until_s) in self._bringing.items() if until_s <= now_s]:
+            del self._bringing[query]
+        return {name for name, _ in self._bringing.values()}
 
-    def brings(self, query: int, function: str) -> None:
-        self._bringing[query] = function
+    def brings(self, query: int, function: str, until_s: float) -> None:
+        self._bringing[query] = function, until_s
         if len(self._bringing) > MOST:
             self._bringing.popitem(last=False)
 
     def brought(self, function: str) -> list[int]:
         """It is there, or will not come: those who are to be told."""
-        queries = [query for query, name in self._bringing.items() if name == function]
+        queries = [query for query, (name, _) in self._bringing.items() if name == function]
         for query in queries:
             del self._bringing[query]
         return queries
@@ -77,6 +78,10 @@ class ModelMoves:
             del self._leaving[query]
         return leaving
 
+    def waits_for(self, gpu: int) -> list[int]:
+        """Those who wait for this GPU to drop something."""
+        return [query for query, leaving in self._leaving.items() if gpu in leaving.gpus]
+
     def left_host(self, query: int) -> ModelLeaves | None:
         return self._leaving.pop(query, None)
 
@@ -95,6 +100,10 @@ def in_use(name: str, left_nbytes: int, where: str) -> Failure | None:
 def not_loaded(name: str) -> Failure:
     text = f"{name!r} is not loaded: there is nothing yet that could be moved; GET /v2/models/{name}/ready says when"
     return Failure(code="starting", status=503, text=text, retryable=True)
+
+
+def removed(name: str) -> Failure:
+    return Failure(code="unknown_function", status=404, text=f"{name!r} was removed before its model came to a GPU")
 
 
 def no_room(name: str, outcome: str) -> Failure:

@@ -32,8 +32,9 @@ class Moving:
             self._answer([query], moves.not_loaded(name))
             return
         if asked.to == "gpu":
-            self._moves.brings(query, name)
-            self._perform(ev.BringAsked(name, self._now() + moves.BRING_S))
+            until_s = self._now() + moves.BRING_S
+            self._moves.brings(query, name, until_s)
+            self._perform(ev.BringAsked(name, until_s))
             return
         self._perform(ev.KeptAway(name, self._now() + moves.AWAY_S))
         gpus = {number for number in self._links.gpus if number in self._scheduler.gpus}
@@ -45,9 +46,18 @@ class Moving:
 
     def look(self) -> None:
         """The scheduler has heard something: a model may have come."""
-        for name in self._moves.bringing:
+        for name in self._moves.bringing(self._now()):
             if self._scheduler.is_on_gpu(name):
                 self._answer(self._moves.brought(name), None)
+
+    def removed(self, name: str) -> None:
+        """The function is not deployed any more."""
+        self._answer(self._moves.brought(name), moves.removed(name))
+
+    def gpu_gone(self, gpu: int) -> None:
+        """Its executor is dead, and nothing is left of what it had."""
+        for query in self._moves.waits_for(gpu):
+            self.left_gpu(query, gpu, 0)
 
     def preloaded(self, message: m.Preloaded) -> None:
         """It will not come, if there was no room or its bytes could not be had."""

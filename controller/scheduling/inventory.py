@@ -43,6 +43,7 @@ class Inventory:
         self.gpus: dict[int, Gpu] = {}
         self.functions: dict[str, Function] = {}
         self.models: dict[str, Model] = {}  # by instance
+        self.models_of: dict[str, dict[str, Model]] = {}  # the same by function, and then by instance
         self._ended: dict[int, EndedBatch] = {}  # by request: at most one of each instance
         self.least_nbytes = 0  # that any GPU can have of models
 
@@ -142,7 +143,7 @@ class Inventory:
         model = self.models.get(instance)
         if model is None:
             model = self.models[instance] = Model(instance, self.function(""), now_s)
-            model.function.instances += 1
+            self._joins(model)
             # one of this name may have been lost whose lease is not given back yet
             leases = (running for gpu in self.gpus.values() for running in gpu.leases.values())
             model.leased = any(running.instance == instance for running in leases)
@@ -152,11 +153,11 @@ class Inventory:
         instance, function = event.instance, event.function
         model = self.model(instance, now_s)
         model.runtime = event.runtime
-        before, model.function = model.function, self.function(function)
+        before = self._leaves(model)
+        model.function = self.function(function)
+        self._joins(model)
         if function and not model.function.kept:  # what is deployed says whose it is
             model.function.tenant = event.tenant
-        before.instances -= 1
-        model.function.instances += 1
         self._forget_unused(before)
         if (early := self._early.pop(instance, None)) is not None:
             self.sized(early)
@@ -167,13 +168,25 @@ class Inventory:
         model = self.models.pop(instance, None)
         if model is None:
             return None
-        model.function.instances -= 1
         for request in [each for each, ended in self._ended.items() if ended.waiting.model is model]:
             self.batch_answered(request, self._ended[request].waiting.size, 0)
-        self._forget_unused(model.function)
+        self._forget_unused(self._leaves(model))
         for number in model.resident:
             self.gpus[number].resident.pop(instance, None)
         return model
+
+    def _joins(self, model: Model) -> None:
+        model.function.instances += 1
+        self.models_of.setdefault(model.function.name, {})[model.instance] = model
+
+    def _leaves(self, model: Model) -> Function:
+        function = model.function
+        function.instances -= 1
+        models = self.models_of[function.name]
+        del models[model.instance]
+        if not models:
+            del self.models_of[function.name]
+        return function
 
     def sized(self, event: ModelSized) -> None:
         """The store's word of an instance may come before the router's, and also after its last."""
@@ -282,4 +295,5 @@ class Inventory:
         for name, function in self.functions.items():
             count = sum(model.function is function for model in models)
             assert function.instances == count, f"instances of {name!r} are miscounted"
+            assert len(self.models_of.get(name, ())) == count, f"models of {name!r} are misfiled"
             assert count or function.kept, f"{name!r} is known and gone"

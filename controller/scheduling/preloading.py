@@ -60,6 +60,9 @@ REFUSED_S: Final = 30.0
 
 MOST_REFUSED: Final = 4096
 
+MOST_WISHED: Final = 64
+"""Functions whose models somebody waits for; who wished first is forgotten."""
+
 INFINITY: Final = float("inf")
 
 Key = TypeVar("Key")
@@ -103,8 +106,8 @@ class Preloading:
 
     def follow(self, event: Event, now_s: float, waits: bool, actions: list[Action]) -> None:
         """After each event, and what it led to. ``waits``: some request does."""
-        for name, until_s in list(self._wished.items()):
-            self._bring_wished(name, until_s, now_s, actions)
+        if self._wished:
+            self._bring_wished(now_s, actions)
         if not self._on:
             return
         match event:
@@ -125,29 +128,31 @@ class Preloading:
 
     def wished(self, event: BringAsked | KeptAway) -> None:
         if isinstance(event, BringAsked):
-            _until(self._wished, event.function, event.until_s)
+            _until(self._wished, event.function, event.until_s, MOST_WISHED)
             return
         self._wished.pop(event.function, None)
         for number in self._books.gpus:
             _until(self._refused, (number, event.function), event.until_s)
 
-    def _bring_wished(self, name: str, until_s: float, now_s: float, actions: list[Action]) -> None:
-        """To a GPU on which nobody computes, with most of it or most room; looked at again whenever something is over.
-        Of several instances, any: their models are the same.
+    def _bring_wished(self, now_s: float, actions: list[Action]) -> None:
+        """To GPUs on which nobody computes, with most of a model or most room; looked at again after each event, but
+        no further than that while there is none. Of several instances, any: their models are the same.
         """
-        model = max(
-            (each for each in self._books.models.values() if each.function.name == name),
-            key=lambda each: (max(each.resident.values(), default=0), each.instance),
-            default=None,
-        )
-        if model is None or until_s <= now_s or max(model.resident.values(), default=0) >= model.nbytes:
+        for name in [name for name, until_s in self._wished.items() if until_s <= now_s]:
             del self._wished[name]
-            return
-        coming = any(model.instance == gpu.preload for gpu in self._books.gpus.values())
-        idle = [gpu for gpu in self._books.gpus.values() if self._idle(gpu, now_s)]
-        if idle and not coming and not model.leased:
-            number = {gpu: (model.resident.get(gpu.number, 0), gpu.stats.free_nbytes, -gpu.number) for gpu in idle}
-            self._begin(max(idle, key=lambda gpu: number[gpu]), model, now_s, actions)
+        gpus = self._books.gpus.values()
+        idle = [gpu for gpu in gpus if self._idle(gpu, now_s)]
+        for name in list(self._wished) if idle else ():
+            models = self._books.models_of.get(name, {}).values()
+            model = max(models, key=lambda each: (_most(each), each.instance), default=None)
+            if model is None or _most(model) >= model.nbytes:
+                del self._wished[name]
+            elif not model.leased and not any(model.instance == gpu.preload for gpu in gpus):
+                number = {gpu: (model.resident.get(gpu.number, 0), gpu.stats.free_nbytes, -gpu.number) for gpu in idle}
+                self._begin(max(idle, key=lambda gpu: number[gpu]), model, now_s, actions)
+                idle = [gpu for gpu in idle if self._idle(gpu, now_s)]
+                if not idle:
+                    return
 
     def _stir(self, now_s: float) -> None:
         """Something is over or has come: a GPU may be idle, and have room."""
@@ -308,9 +313,14 @@ class Preloading:
         actions.append(PreloadOn(number, model.instance, model.version, peers, nbytes, rate, saved_s))
 
 
-def _until(times_s: dict[Key, float], key: Key, until_s: float) -> None:
+def _most(model: Model) -> int:
+    """Of its bytes, on one GPU."""
+    return max(model.resident.values(), default=0)
+
+
+def _until(times_s: dict[Key, float], key: Key, until_s: float, most: int = MOST_REFUSED) -> None:
     """The oldest are forgotten for it, if they are too many."""
     times_s.pop(key, None)
-    while len(times_s) >= MOST_REFUSED:
+    while len(times_s) >= most:
         del times_s[next(iter(times_s))]
     times_s[key] = until_s

@@ -375,7 +375,7 @@ class Scheduler:
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
 
     def instances_of(self, function: str) -> list[str]:
-        return [model.instance for model in self.models.values() if model.function.name == function]
+        return list(self._books.models_of.get(function, ()))
 
     def function_of(self, instance: str) -> str:
         """ "" if it is gone."""
@@ -383,8 +383,8 @@ class Scheduler:
 
     def is_on_gpu(self, function: str) -> bool:
         """Whether all of its model is on some GPU."""
-        models = [self.models[instance] for instance in self.instances_of(function)]
-        return any(max(model.resident.values(), default=0) >= model.nbytes for model in models)
+        models = self._books.models_of.get(function, {})
+        return any(max(model.resident.values(), default=0) >= model.nbytes for model in models.values())
 
     def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
         """The same for what comes there before anybody asks; see `Preloading.worth`."""

@@ -90,15 +90,16 @@ def doubled(state: None, requests: list[int]) -> list[int]:
 
 def test_who_comes_while_a_batch_loses_all_others_asks_anew() -> None:
     """It is in no batch that was refused, and does not fail with it."""
-    refused = LeaseRefusal(NOBODY, "all have left"), ([run(2)], [1])
-    router = served(doubled, ([run(1)], []), Router(refused, (1, NOTHING)))
+    meanwhile: News = [run(2)], [1]
+    router = served(doubled, ([run(1)], []), Router((LeaseRefusal(NOBODY, "all have left"), meanwhile), (1, NOTHING)))
     assert router.said == [(1, "cancelled"), (2, "b'2'")]
     assert router.batches == [(1, 1)]
 
 
 def test_who_waits_fails_with_any_other_refusal() -> None:
-    refused = LeaseRefusal("gpus_full", "no GPU has room"), ([run(2)], [])
-    assert served(doubled, ([run(1)], []), Router(refused)).said == [(1, "gpus_full"), (2, "gpus_full")]
+    meanwhile: News = [run(2)], []
+    router = served(doubled, ([run(1)], []), Router((LeaseRefusal("gpus_full", "no GPU has room"), meanwhile)))
+    assert router.said == [(1, "gpus_full"), (2, "gpus_full")]
 
 
 @pytest.mark.parametrize(

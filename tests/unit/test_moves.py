@@ -7,11 +7,29 @@ from dormouse.controller.moves import MOST, ModelLeaves, ModelMoves
 def test_all_who_wait_for_a_model_are_told_at_once() -> None:
     known = ModelMoves()
     for query, name in ((1, "a"), (2, "b"), (3, "a")):
-        known.brings(query, name)
-    assert known.bringing == {"a", "b"}
+        known.brings(query, name, 50.0)
+    assert known.bringing(0.0) == {"a", "b"}
     assert known.brought("a") == [1, 3]
     assert known.brought("a") == []
-    assert known.bringing == {"b"}
+    assert known.bringing(0.0) == {"b"}
+
+
+def test_who_has_waited_for_too_long_waits_no_more() -> None:
+    known = ModelMoves()
+    known.brings(1, "a", 50.0)
+    known.brings(2, "b", 60.0)
+    assert known.bringing(50.0) == {"b"}
+    assert known.brought("a") == []
+
+
+def test_who_waits_for_a_gpu_is_known_when_that_dies() -> None:
+    known = ModelMoves()
+    for query, gpus in ((1, {0, 1}), (2, {1}), (3, {0})):
+        known.leaves(query, ModelLeaves("a", ["i"], gpus, down=False))
+    assert known.waits_for(1) == [1, 2]
+    assert known.left_gpu(1, 1, 0) is None
+    assert known.left_gpu(2, 1, 0) is not None
+    assert known.waits_for(1) == []
 
 
 def test_a_model_has_left_when_all_gpus_have_said_so() -> None:
@@ -37,9 +55,9 @@ def test_what_stays_on_a_gpu_stays_in_host_memory() -> None:
 def test_there_are_not_too_many() -> None:
     known = ModelMoves()
     for query in range(MOST + 1):
-        known.brings(query, f"f{query}")
+        known.brings(query, f"f{query}", 50.0)
         known.leaves(query, ModelLeaves("a", [], {0}, down=False))
-    assert len(known.bringing) == MOST
+    assert len(known.bringing(0.0)) == MOST
     assert known.left_gpu(0, 0, 0) is None
     assert known.left_gpu(1, 0, 0) is not None
 
@@ -49,4 +67,5 @@ def test_why_it_is_not_so() -> None:
     stays = moves.in_use("a", 3, "on a GPU")
     assert stays is not None
     assert (stays.status, stays.code, stays.retryable) == (409, "in_use", True)
+    assert (moves.removed("a").status, moves.removed("a").code) == (404, "unknown_function")
     assert (moves.no_room("a", "refused").status, moves.no_room("a", "failed").status) == (507, 503)

@@ -7,7 +7,7 @@ import pytest
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling import holding
-from dormouse.controller.scheduling.preloading import PLAN_S, REFUSED_S, REST_S, SLICE
+from dormouse.controller.scheduling.preloading import MOST_WISHED, PLAN_S, REFUSED_S, REST_S, SLICE
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
@@ -464,6 +464,28 @@ def test_what_is_given_up_is_brought_again_until_nobody_waits() -> None:
     node.now_s += 51.0
     node.preloaded(order, "yielded")
     assert node.orders == [], "it is too late"
+
+
+@pytest.mark.parametrize("others", [MOST_WISHED - 1, MOST_WISHED])
+def test_so_many_models_are_wished_for_and_no_more(others: int) -> None:
+    node = Node(policy=Policy(preload=False))
+    node.model("a", 100)
+    node.model("b", 100)
+    (wake,) = [action for action in node.ask("b") if isinstance(action, ev.WakeOn)]
+    for name in ("a", *(f"other {number}" for number in range(others))):
+        node.do(ev.BringAsked(name, node.now_s + 50.0))
+    node.over(wake)
+    assert [order.instance for order in node.orders] == ["a"] * (others < MOST_WISHED), "who wished first is forgotten"
+
+
+def test_several_that_are_wished_for_come_to_as_many_gpus() -> None:
+    node = Node(gpus=2, policy=Policy(preload=False))
+    for name in ("a", "b", "c"):
+        node.model(name, 100)
+        node.do(ev.BringAsked(name, node.now_s + 50.0))
+    assert [order.instance for order in node.orders] == ["a", "b"]
+    node.preloaded(node.orders[1])
+    assert [order.instance for order in node.orders] == ["a", "c"]
 
 
 def test_what_is_pinned_does_not_leave_for_it() -> None:
