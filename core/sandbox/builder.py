@@ -160,6 +160,8 @@ class _Pip:
             return BuildFailed("unsolvable", f"the requirements cannot be solved: {said.strip()[-1500:]}")
         if "No module named pip" in said:
             return BuildFailed("no_pip", f"{sys.executable} has no pip, which builds environments; install it there")
+        if "File too large" in said:
+            return BuildFailed("environment_too_large", errors)
         if "No space left" in said:
             return BuildFailed("disk_full", f"the disk of [node] state is full: {errors}")
         return BuildFailed("build_failed", f"pip has failed: {errors}")

@@ -7,17 +7,17 @@
     .SOMETHING/            one that is being built, or whose build was cut short: gone at the next start
 
 core/sandbox/builder.py builds, confined as an instance; here its result is looked over, because code of packages may
-have run in it, and taken over. One is built at a time. An environment is removed when no version of a function that is
-kept has it, and no deploy is about to.
+have run in it, and taken over. One is built at a time; tenants take turns (turns.py). An environment is removed when no
+version of a function that is kept has it, and no deploy is about to.
 """
 
 import asyncio
 import errno
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -30,6 +30,7 @@ from dormouse.core.directories import remove_tree
 from dormouse.core.paths import RunPaths
 from dormouse.core.requirements import MOST_NBYTES, MOST_PROJECT_NBYTES, RequirementsRefused, checked, of_project
 from dormouse.router.admin import builtfiles
+from dormouse.router.admin.turns import BuildTurns
 from dormouse.router.decisions import failures
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.instances.instances import Instances
@@ -43,9 +44,6 @@ RESULT_NBYTES: Final = 1 << 20
 TEXT_NBYTES: Final = 4000
 LEAST_FREE_NBYTES: Final = 1 << 20
 """On the disk: with less, a build could not even say how it ended."""
-
-WAITING: Final = 16
-"""Builds that wait for others."""
 
 LOOK_S: Final = 1.0
 """How often the size of one that is being built is looked at."""
@@ -110,10 +108,12 @@ class Environments:
         self._held: dict[str, int] = {}  # by key: deploys that are about to have it
         self._fresh: set[str] = set()  # of which no deploy has heard yet
         self._building: dict[str, asyncio.Future[str]] = {}  # by what is asked for
-        self._one = asyncio.Lock()
+        self._turns = BuildTurns()
+        self._due: dict[str, asyncio.Event] = {}  # by what is asked for: its turn has come
         self._numbers = count(1)
         self._ends: dict[str, asyncio.Future[str]] = {}  # by build: why it ended
         self._thread = ThreadPoolExecutor(1, "environments")
+        self._removals = ThreadPoolExecutor(1, "removals")  # of as much as a build could write: its own time
 
     def open(self) -> None:
         """What is there."""
@@ -126,6 +126,7 @@ class Environments:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._removals.shutdown(wait=False, cancel_futures=True)
 
     def site(self, key: str) -> str:
         return str(self._directory / key / SITE)
@@ -186,8 +187,10 @@ class Environments:
             if asked in found.asked and self.of(key) is not None:
                 return key
         if (building := self._building.get(asked)) is None:
-            if len(self._building) >= WAITING:
+            if not self._turns.has_room(tenant):
                 raise refuse(429, "queue_full", "many environments are being built; deploy again later")
+            self._turns.add(tenant, asked)
+            self._due[asked] = asyncio.Event()
             building = self._building[asked] = asyncio.get_running_loop().create_future()
             self._node.spawn(self._build(asked, requirements, sources, scope, printed, building))
         try:
@@ -205,7 +208,7 @@ class Environments:
         done: asyncio.Future[str],
     ) -> None:
         try:
-            async with self._one:
+            async with self._turn(asked):
                 key = await self._built(asked, requirements, sources, scope, printed)
             self._fresh.add(key)
             done.set_result(key)
@@ -221,6 +224,22 @@ class Environments:
         finally:
             del self._building[asked]
             done.cancel()  # if it was not set: the node ends
+
+    @asynccontextmanager
+    async def _turn(self, asked: str) -> AsyncGenerator[None, None]:
+        """One is built at a time."""
+        self._begin_next()
+        await self._due[asked].wait()  # all of them are cancelled together, when the node ends
+        try:
+            yield
+        finally:
+            del self._due[asked]
+            self._turns.ended()
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        if (build := self._turns.next()) is not None:
+            self._due[build].set()
 
     async def _built(
         self, asked: str, requirements: str, sources: bool, scope: str, printed: Callable[[bytes], None]
@@ -246,7 +265,7 @@ class Environments:
                 self._thread, self._take, place, asked, f"{scope}/sources" if sources else scope
             )
         finally:
-            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, remove_tree, str(place)))
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._removals, remove_tree, str(place)))
 
     async def _run(self, place: Path, uid: int, sources: bool, printed: Callable[[bytes], None]) -> None:
         """Have it built, within its bounds. Raises HttpError."""
@@ -268,6 +287,7 @@ class Environments:
 
         index, *find_links = self._sources
         order = m.BuildOrder(index=index, find_links=find_links, sources=sources, variables=self._variables)
+        most_nbytes = parse_nbytes(self._config.size)
         fork = m.Fork(
             instance=name,
             function="",
@@ -278,12 +298,11 @@ class Environments:
             arena=_NO_ARENA,
             device=_DEVICE,
             gpus=0,
-            limits=self._node.instances.limits,
+            limits=self._node.instances.limits | {"FSIZE": most_nbytes},
             environment=str(place / "built"),
             network=True,
             build=order,
         )
-        most_nbytes = parse_nbytes(self._config.size)
         ended = self._ends[name] = loop.create_future()
         loop.add_reader(read_fd, hear)
         failure: HttpError | None = None
@@ -302,6 +321,8 @@ class Environments:
                     nbytes, failure = 0, error
                 if failure is not None:
                     pass
+                elif self._full():  # also by files that have no name any more
+                    failure = _disk_full()
                 elif nbytes > most_nbytes:
                     failure = self._too_large()
                 elif loop.time() >= end_s:
@@ -354,6 +375,8 @@ class Environments:
             raise refuse(500, "build_failed", "the build said nothing of its end; see the function's log") from None
         if result.code == "disk_full":
             raise _disk_full()
+        if result.code == "environment_too_large":
+            raise self._too_large()
         if result.code:
             raise refuse(422, result.code[:40], result.text[:TEXT_NBYTES])
         if not result.lock:
@@ -400,7 +423,7 @@ class Environments:
             gone = self._directory / f".gone-{next(self._numbers)}"
             with suppress(OSError):
                 os.rename(self._directory / key, gone)  # from now on it is not there, whenever it has been removed
-                self._thread.submit(remove_tree, str(gone))
+                self._removals.submit(remove_tree, str(gone))
 
 
 def _disk_full() -> HttpError:
