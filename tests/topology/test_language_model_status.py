@@ -132,7 +132,7 @@ def test_what_an_operator_sees(node: TestNode, model: PreTrainedModel) -> None:
         dormouse(node, "invoke", "chat", json.dumps(wanted)) == harmless(generated(model, prompt_tokens(), 40)) + "\n"
     )
     said = dormouse(node, "invoke", "chat", "one two three")
-    assert len(said) > 1
+    assert said.endswith("\n"), "text, which at a temperature of 1 can be none at all"
     assert "choices" not in said
     assert "500 + 60/token" in dormouse(node, "ls")
     status = dormouse(node, "status", "chat")
