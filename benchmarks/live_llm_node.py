@@ -187,16 +187,17 @@ class Measured:
 
 def measure(world: World, record: Path, asked: Sequence[Asked], expected: list[list[list[float]]]) -> Measured:
     with running_node(node_file(world, record)) as node:
-        for number in range(world.functions):
-            node.deployed(f"f{number}", function(shape(number), number, True), deadline="2s")
         for model in world.models:
             _deploy(node, world, model)
         clients = Clients(node, expected)
-        for number in range(world.functions):
-            clients.ask([Asked(0.0, f"f{number}")] * 2)
         for model in world.models:
             clients.ask([Asked(0.0, model.name, 60, 8)] * 2)
+        # Before there are functions: beside them prompts are cut, and the simulator would add what the pieces cost again.
         alone = [clients.ask([each])[0][0] for each in lone(world)]
+        for number in range(world.functions):
+            node.deployed(f"f{number}", function(shape(number), number, True), deadline="2s")
+        for number in range(world.functions):
+            clients.ask([Asked(0.0, f"f{number}")] * 2)
         streams, latencies = clients.ask(asked)
         if world.functions:  # whose leases tell what they took
             node.wait(lambda: all(g["busy_with"] is None for g in node.status()["gpus"].values()), 20, "the last lease")
