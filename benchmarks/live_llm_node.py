@@ -192,7 +192,7 @@ def measure(world: World, record: Path, asked: Sequence[Asked], expected: list[l
         clients = Clients(node, expected)
         for model in world.models:
             clients.ask([Asked(0.0, model.name, 60, 8)] * 2)
-        # Before there are functions: beside them prompts are cut, and the simulator would add what the pieces cost again.
+        # Before there are functions: beside them prompts are cut, and the simulator would add what that costs again.
         alone = [clients.ask([each])[0][0] for each in lone(world)]
         for number in range(world.functions):
             node.deployed(f"f{number}", function(shape(number), number, True), deadline="2s")
