@@ -119,6 +119,17 @@ def test_it_says_what_its_steps_take(played: Played) -> None:
     assert load.times.step_us + 40 * load.times.prompt_token_us > 0
 
 
+def begun_without_weights(played: Played) -> None:
+    """Its first step is due, and its base's weights are on their way."""
+    played.executor.send(m.SeatEnds())
+    played.thread.start()
+    played.said(m.SeatLeft)
+    played.give_base()
+    played.seat(1, 1)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+
+
 @pytest.mark.parametrize("brief_ms", [0, 3_600_000])
 def test_steps_are_brief_for_as_long_as_was_said(played: Played, brief_ms: int) -> None:
     (prompt,) = prompts(2, 10 * FEW)
@@ -134,13 +145,7 @@ def test_steps_are_brief_for_as_long_as_was_said(played: Played, brief_ms: int) 
 
 def test_a_step_that_the_end_of_its_seat_cuts_is_told_with_who_was_in_it(played: Played) -> None:
     """It waits for weights that are on their way. Its time is theirs, and that of its second try, too."""
-    played.executor.send(m.SeatEnds())
-    played.thread.start()
-    played.said(m.SeatLeft)
-    played.give_base()
-    played.seat(1, 1)
-    played.submit(1, prompts(1, 40)[0])
-    played.executor.send(m.TurnBegins())
+    begun_without_weights(played)
     assert played.until(m.SeatLeft, in_step=[m.SeatEnds()]) == ["Stepped", "SeatLeft"]
     (told,) = played.steps
     assert told.busy_us > 0
@@ -154,13 +159,7 @@ def test_a_step_that_the_end_of_its_seat_cuts_is_told_with_who_was_in_it(played:
 
 def test_a_step_that_waits_for_weights_says_so_once_until_some_have_come(played: Played) -> None:
     """And goes on with them."""
-    played.executor.send(m.SeatEnds())
-    played.thread.start()
-    played.said(m.SeatLeft)
-    played.give_base()
-    played.seat(1, 1)
-    played.submit(1, prompts(1, 40)[0])
-    played.executor.send(m.TurnBegins())
+    begun_without_weights(played)
     assert played.until(m.StepWaits) == ["StepWaits"]
     played.executor.send(m.SegmentsCame(segments=[7]))  # of another lease
     assert played.until(m.StepWaits) == ["StepWaits"]
@@ -172,13 +171,7 @@ def test_a_step_is_not_busy_while_others_may_compute(played: Played, monkeypatch
     """Weights come after 100 s, of which it has kept the GPU for 20 ms."""
     clock, passed_s = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed_s[0])
-    played.executor.send(m.SeatEnds())
-    played.thread.start()
-    played.said(m.SeatLeft)
-    played.give_base()
-    played.seat(1, 1)
-    played.submit(1, prompts(1, 40)[0])
-    played.executor.send(m.TurnBegins())
+    begun_without_weights(played)
     played.said(m.StepWaits)
     passed_s[0] += 100.0
     played.executor.send(m.SegmentsCame(segments=[1]))
