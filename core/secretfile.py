@@ -32,6 +32,9 @@ MOST_NBYTES: Final = 32 << 10
 MOST_SECRETS: Final = 1000
 """Of a tenant."""
 
+MOST_TENANT_NBYTES: Final = 1 << 20
+"""Of all values of a tenant, as they are sealed: the router reads and writes the whole file, and others wait."""
+
 KEY_NBYTES: Final = 32
 NONCE_NBYTES: Final = 12
 VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -106,6 +109,12 @@ class SecretFile:
         if sum(each.tenant == tenant for each in kept) >= MOST_SECRETS:
             raise ConfigError(f"tenant {tenant!r} has {MOST_SECRETS:,} secrets; remove some (`dormouse secret rm`)")
         sealed = _sealed(self._own_key(), tenant, name, value)
+        nbytes = len(sealed) + sum(len(each.sealed) for each in kept if each.tenant == tenant)
+        if nbytes > MOST_TENANT_NBYTES:
+            raise ConfigError(
+                f"the secrets of tenant {tenant!r} would have {nbytes:,} bytes, and may have {MOST_TENANT_NBYTES:,}; "
+                "remove some (`dormouse secret rm`)"
+            )
         self._write([*kept, SealedSecret(tenant=tenant, name=name, sealed=sealed, set_s=now_s, set_by=by)])
 
     def remove(self, tenant: str, name: str) -> bool:

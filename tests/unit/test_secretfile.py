@@ -95,3 +95,14 @@ def test_a_tenant_has_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         file.set("shop", "C", VALUE, "root", 0.0)
     file.set("other", "C", VALUE, "root", 0.0)
     assert len(json.loads((tmp_path / "secrets.json").read_text())) == 3
+
+
+def test_a_tenants_secrets_together_have_a_bound(tmp_path: Path) -> None:
+    file = SecretFile(tmp_path / "secrets.json", tmp_path / "secrets.key")
+    for number in range(23):  # sealed, each has a third more
+        file.set("shop", f"S{number}", "x" * MOST_NBYTES, "root", 0.0)
+    with pytest.raises(ConfigError, match="may have 1,048,576; remove some"):
+        file.set("shop", "ONE_MORE", "x" * MOST_NBYTES, "root", 0.0)
+    file.set("shop", "S0", "as long as before, or less", "root", 0.0)
+    file.set("other", "OTHERS", "x" * MOST_NBYTES, "root", 0.0)
+    assert file.names("shop") == {f"S{number}" for number in range(23)}
