@@ -142,7 +142,7 @@ def base_of(world: World, name: str, parts: Sequence[Measured], alone: StepCost)
         turn_s = max(0.0, statistics.mean(step.seconds - factor * alone.step_s(*step[:3]) for step in others))
     singles = [stream for part in parts for stream in part.alone if stream.ended and bases[stream.name] == name]
     first_s = np.array([stream.first_s for stream in singles])
-    rows = np.array([[1.0, float(stream.prompt)] for stream in singles])
+    rows = np.array([[1.0, float(max(0, stream.prompt - alone.free_tokens))] for stream in singles])
     left_s = np.maximum(first_s - factor * alone.fixed_s, 0.0)
     (before_s, per_prompt_s), _ = nnls(rows / first_s[:, None], left_s / first_s)
     cost = StepCost(
@@ -150,6 +150,7 @@ def base_of(world: World, name: str, parts: Sequence[Measured], alone: StepCost)
         per_sequence_s=factor * alone.per_sequence_s,
         per_context_s=factor * alone.per_context_s,
         per_prompt_s=float(per_prompt_s),
+        free_tokens=alone.free_tokens,
     )
     before_s = max(0.0, float(before_s) - turn_s)  # of single ones, that is in it
     return Base(cost=cost, factor=factor, before_s=before_s, turn_s=turn_s)

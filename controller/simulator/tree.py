@@ -60,6 +60,7 @@ class LlmSection(Section, frozen=True, kw_only=True):
     per_sequence: Time = 0
     per_context: Time = 0
     per_prompt: Time = 0
+    free_tokens: int = 0
     prompt: int | LengthSection | None = None
     output: int | LengthSection | None = None
     lengths: str = ""

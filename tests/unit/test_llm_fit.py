@@ -10,7 +10,7 @@ from benchmarks.live_llm_node import Heard, Measured
 from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, learned, least
 from dormouse.controller.simulator.streams.cost import StepCost
 
-COST = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_context_s=2e-6, per_prompt_s=0.0005)
+COST = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_context_s=2e-6, per_prompt_s=0.0005, free_tokens=14)
 
 
 def measured(cost: StepCost, factor: float = 1.0) -> list[MeasuredStep]:
@@ -50,6 +50,7 @@ def test_the_least_of_all_rounds_counts() -> None:
 def test_it_is_written_as_a_scenario_has_it() -> None:
     assert as_toml(COST).splitlines()[0] == 'step = "20000.0000us"'
     assert as_toml(COST).splitlines()[2] == 'per_context = "2.0000us"'
+    assert as_toml(COST).splitlines()[-1] == "free_tokens = 14"
 
 
 def heard(prompt: int, *tokens_s: float, name: str = "chat") -> Heard:

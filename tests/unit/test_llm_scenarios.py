@@ -139,6 +139,7 @@ def test_policies_that_know_no_streams_are_refused(name: str) -> None:
         ({"layers": 30}, r"models\[0\].llm.layers is not a key; write one of kv, step, ttft"),
         ({"step": "0ms"}, r"llm.step is '0ms'; write what any step takes"),
         ({"per_prompt": "-1ms"}, r"llm.per_prompt is '-1ms'; write a number above 0"),
+        ({"free_tokens": -1}, r"llm.free_tokens is -1; write how many tokens of prompts take no time"),
         ({"ttft": "0s"}, r"llm.ttft is '0s'; write a number above 0"),
         ({"tpot": "soon"}, r"llm.tpot is 'soon'; write a number above 0"),
         ({"prompt": 0}, r"llm.prompt is 0; write tokens, as 200"),

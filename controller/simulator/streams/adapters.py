@@ -13,7 +13,7 @@ from dormouse.controller.simulator.tree import ModelSection
 
 ISOLATIONS: Final = ("tenant", "function")
 
-SAME: Final = ("kv", "step", "per_sequence", "per_context", "per_prompt", "step_tokens")
+SAME: Final = ("kv", "step", "per_sequence", "per_context", "per_prompt", "free_tokens", "step_tokens")
 """Of all entries over one base: they are the same model but for the adapter."""
 
 

@@ -1,7 +1,8 @@
 """What steps of a language model take: pure. Owns the formula, and its sum over equal steps in a row.
 
-    step = fixed + per_sequence * B + per_context * sum of contexts + per_prompt * prompt tokens
+    step = fixed + per_sequence * B + per_context * sum of contexts + per_prompt * max(0, prompt tokens - free)
 
+A few tokens of prompts are free: they are computed while the weights are read, which takes longer.
 B sequences get one token each, and each looks back at its context. While nobody joins and nobody ends, B stays and
 the sum grows by B with each step: so the time of k steps is a polynomial of k, and nothing has to be done for each.
 """
@@ -21,11 +22,17 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     per_sequence_s: float = 0.0
     per_context_s: float = 0.0
     per_prompt_s: float = 0.0
+    free_tokens: int = 0
 
     def step_s(self, sequences: int, context: int, prompt: int) -> float:
-        return (
-            self.fixed_s + self.per_sequence_s * sequences + self.per_context_s * context + self.per_prompt_s * prompt
-        )
+        prompt_s = self.per_prompt_s * max(0, prompt - self.free_tokens)
+        # added in this order: rotation.py adds the first two once, and comes to the same bits
+        return self.fixed_s + self.per_sequence_s * sequences + self.per_context_s * context + prompt_s
+
+    def prompts_s(self, tokens: int, step_tokens: int) -> float:
+        """Of so many tokens of prompts and nothing else, in as few steps as can be."""
+        whole, rest = divmod(tokens, step_tokens)
+        return whole * self.step_s(0, 0, step_tokens) + (self.step_s(0, 0, rest) if rest else 0.0)
 
     def steps(self, count: int, sequences: int, context: int, prompt: int, growing: int) -> "EqualSteps":
         """``count`` steps in a row, of which the first has this ``context``; each has ``growing`` more of it than the
@@ -35,8 +42,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def stream_s(self, prompt: int, output: int, step_tokens: int) -> float:
         """A stream from its first step to its last token, alone."""
-        chunks = -(-prompt // step_tokens)
-        prefill_s = chunks * self.fixed_s + prompt * self.per_prompt_s
+        prefill_s = self.prompts_s(prompt, step_tokens)
         return prefill_s + self.steps(output - 1, 1, prompt + 1, 0, 1).seconds(output - 1)
 
 

@@ -92,7 +92,7 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompts_s(self, tokens: int) -> float:
         """T: until so many tokens of prompts are computed, and nothing else."""
-        return -(-tokens // self.step_tokens) * self.cost.fixed_s + tokens * self.cost.per_prompt_s
+        return self.cost.prompts_s(tokens, self.step_tokens)
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
         """Prompts and outputs of so many requests."""

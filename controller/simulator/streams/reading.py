@@ -101,7 +101,11 @@ def _cost(check: Checks, at: str, llm: LlmSection) -> StepCost:
     ]
     right = found[0] > 0.0
     check.need(right, f"{at}.step", repr(llm.step), "write what any step takes, as 20ms; python -m benchmarks.llm_fit")
-    return StepCost(fixed_s=found[0], per_sequence_s=found[1], per_context_s=found[2], per_prompt_s=found[3])
+    free = llm.free_tokens
+    check.need(free >= 0, f"{at}.free_tokens", repr(free), "write how many tokens of prompts take no time, as 14, or 0")
+    return StepCost(
+        fixed_s=found[0], per_sequence_s=found[1], per_context_s=found[2], per_prompt_s=found[3], free_tokens=free
+    )
 
 
 def _lengths(check: Checks, at: str, llm: LlmSection) -> tuple[Lengths, Lengths, tuple[tuple[int, int], ...]]:
