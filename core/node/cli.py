@@ -6,8 +6,9 @@ and everything heavy is imported inside the command that needs it, so that `--he
 
 import errno
 import os
+import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -32,7 +33,31 @@ from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """Says which function may have been meant, where there is none of the name."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CallRefused as error:
+            if error.code == "unknown_function" and (names := meant(ctx.obj, str(error))):
+                raise CallRefused(error.status, error.code, f"{error} (did you mean {' or '.join(names)}?)") from error
+            raise
+
+
+def meant(context: CommandContext, refusal: str) -> list[str]:
+    """Names of functions like the one that a refusal names; none if the node does not say."""
+    from difflib import get_close_matches
+
+    found = re.search(r"no function '([^']+)'", refusal)
+    try:
+        names = [row["name"] for row in context.client.functions()] if found is not None else []
+    except (CallRefused, Unreachable, DormouseError):
+        return []
+    return [] if found is None else get_close_matches(found[1], names)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--run", envvar="DORMOUSE_RUN", metavar="DIR", help="The node's run directory (or DORMOUSE_RUN).")
 @click.option("--node", metavar="NAME", help="The node's name, if it has the default run directory.")
 @click.version_option(package_name="dormouse")

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from contextlib import suppress
+from typing import Final
 
 import click
 
@@ -12,6 +13,9 @@ from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_c
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import ConfigError, DormouseError
+
+ALL_LINES: Final = 1 << 30
+"""Of what is no terminal."""
 
 
 @click.command()
@@ -139,6 +143,7 @@ def drain(context: CommandContext, undo: bool, json_: bool) -> None:
 @pass_context
 def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -> None:
     """Show what is wrong, and then the node, its GPUs and its functions, on one screen; or all about one function.
+    Where nobody looks at a terminal, all functions are shown.
 
     Of a GPU, with --all: who has a turn there, that is, may compute; how many requests have a seat, that is, their
     memory, and who of them has no turn because it gave the GPU nothing; bytes of weights, of KV, lost to rounding, of
@@ -227,7 +232,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
     elif all_:
         statusview.show(value)
     else:
-        statusview.screen(value, shutil.get_terminal_size((100, 40)).lines)
+        statusview.screen(value, shutil.get_terminal_size((100, ALL_LINES)).lines)
 
 
 @click.command()

@@ -11,7 +11,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
-from dormouse.router.decisions.state import Instance, InstanceState, RouterState, most_open
+from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction, most_open
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.traces.outbox import Outbox
@@ -62,22 +62,19 @@ def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | 
     return found if found is not None and found.tenant == spec.tenant else None
 
 
+def state(picture: RouterState, function: ServedFunction) -> str:
+    """That of its first instance, or why there is none."""
+    if (instance := picture.instances.get(function.instance or "")) is not None:
+        return instance.state.value
+    return "quarantined" if function.quarantine else "failed" if function.failure is not None else "waiting"
+
+
 def functions(
     picture: RouterState, stats: dict[str, FunctionStats], jobs: Callable[[str, str], dict[str, int]]
 ) -> list[dict[str, Any]]:
     """A row of each, as `dormouse ls` has it. ``jobs(function, tenant)``: how many it has, by state."""
     rows = []
     for name, function in sorted(picture.functions.items()):
-        instance = picture.instances.get(function.instance or "")
-        state = (
-            instance.state.value
-            if instance is not None
-            else "quarantined"
-            if function.quarantine
-            else "failed"
-            if function.failure is not None
-            else "waiting"
-        )
         spec = function.spec
         rows.append(
             {
@@ -89,7 +86,7 @@ def functions(
                 "timeout_ms": spec.timeout_ms,
                 "idempotent": spec.idempotent,
                 "file": spec.entry,
-                "state": state,
+                "state": state(picture, function),
                 "error": function.failure.text if function.failure is not None else function.not_deployed or None,
                 "deploying": picture.deploy(name) is not None,
                 "instance": function.instance,

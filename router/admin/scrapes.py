@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
+from dormouse.core.problems import BROKEN
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
@@ -203,6 +204,7 @@ def counted(
         spent_s=known.spent_s,
         idle_s=lived_s if stats is None else now_s - stats.asked_s,
         jobs=jobs,
+        broken=overview.state(picture, function) in BROKEN,
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from dormouse.router.decisions.events import Timing
+from dormouse.router.decisions.failures import CLIENTS
 from dormouse.router.front.recent import LastRequests
 from dormouse.router.front.spread import Times
 from dormouse.schemas import messages as m
@@ -16,7 +17,7 @@ from dormouse.schemas import messages as m
 WINDOW: Final = 1024
 """Latest latencies kept per function: enough for a p99 that ten requests stand behind."""
 
-NO_ERRORS: Final = ("ok", "cancelled", "bad_json", "bad_body", "content_type", "invalid_request")
+NO_ERRORS: Final = ("ok", "cancelled", *sorted(CLIENTS), "unknown_parameter")
 """Outcomes that are none of the function's errors: what clients do is theirs."""
 
 

@@ -81,6 +81,11 @@ def _functions(functions: dict[str, m.FunctionCounted], active: dict[str, m.Func
     for each in active.values():
         info.add_metric([each.name, each.tenant], 1)
     yield info
+    broken = _gauge("function_broken", "1: a function cannot be loaded, or is in quarantine", ["function"])
+    for each in functions.values():
+        if each.broken:
+            broken.add_metric([each.name], 1)
+    yield broken
 
 
 def _requests(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:

@@ -35,7 +35,7 @@ class TokensCounted(Message, frozen=True, kw_only=True):
 class FunctionCounted(Message, frozen=True, kw_only=True):
     """What the router knows of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are by its
     own deadline, or its times for tokens; what has failed is late; ``spent_s`` is where answered requests' time went;
-    ``idle_s`` how long it has had no request; ``jobs`` are there, by state.
+    ``idle_s`` how long it has had no request; ``jobs`` are there, by state; ``broken``: it is not started.
     """
 
     name: str
@@ -50,6 +50,7 @@ class FunctionCounted(Message, frozen=True, kw_only=True):
     idle_s: float
     tokens: TokensCounted | None = None
     jobs: dict[str, int] = {}
+    broken: bool = False
 
 
 class WakesCounted(Message, frozen=True, kw_only=True):

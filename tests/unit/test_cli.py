@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,8 @@ class Node:
                 return
             case a.JobResult():
                 yield a.Said(data=b'{"y": 1}')
-            case a.Invoke(name="nobody") | a.Remove(name="nobody"):
-                yield a.Refused(status=404, code="unknown_function", text="there is no function 'nobody'")
+            case a.Invoke(name=("nobody" | "ff") as name) | a.Remove(name="nobody" as name):
+                yield a.Refused(status=404, code="unknown_function", text=f"there is no function {name!r}")
                 return
             case a.Invoke(name="full"):
                 yield a.Refused(status=429, code="queue_full", text="later")
@@ -455,6 +455,9 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     assert shown[:4] == ["f007", "f008", "f010", "f299"], "broken, late, busy, then those that are asked most"
     assert lines[-1] == f"and {300 - len(shown)} functions more: dormouse status --all"
     assert len(dormouse("status", "--all").out.splitlines()) > 300
+    monkeypatch.delenv("LINES")
+    whole = rows(dormouse("status").out.splitlines(), "function")
+    assert sorted(row["function"] for row in whole) == sorted(many), "as `grep` reads it"
 
 
 def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,11 +522,84 @@ def test_a_shell_completes_commands_options_and_functions(
     assert completed(dormouse, monkeypatch, "logs", "g") == []
     assert completed(dormouse, monkeypatch, "rm", "f", "") == [], "which is named already"
     assert completed(dormouse, monkeypatch, "--run", str(tmp_path), "logs", "") == [], "no node, and no complaint"
-    for shell in ("bash", "zsh", "fish"):
-        assert "_DORMOUSE_COMPLETE" in dormouse("completion", shell).out
-    with subprocess.Popen(["bash", "-n"], stdin=subprocess.PIPE, text=True) as bash:
-        bash.communicate(dormouse("completion", "bash").out)
-    assert bash.returncode == 0
+
+
+TYPED = ("dormouse stat", "dormouse status --a", "dormouse logs ")
+COMPLETED = ("dormouse status", "dormouse status --all", "dormouse logs f")
+
+
+def in_bash(typed: str) -> str:
+    *before, last = typed.split(" ")
+    words = " ".join(map(shlex.quote, [*before, last]))
+    return f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; COMPREPLY=(); _dormouse_completion dormouse; " + (
+        f'echo "{" ".join(before)} ${{COMPREPLY[*]}}"'
+    )
+
+
+def in_zsh(typed: str) -> str:
+    """Typed, with the key that completes; then what the line has become is printed."""
+    return f"{typed}\t\x01print -r -- \n"
+
+
+def in_fish(typed: str) -> str:
+    before = typed.rpartition(" ")[0]
+    return f'echo "{before} "(complete -C "{typed}" | string split -f1 \\t)'
+
+
+@pytest.mark.parametrize(
+    ("shell", "options", "loads", "line"),
+    [
+        ("bash", ("--norc",), "source <(dormouse completion bash)", in_bash),
+        ("zsh", ("-f", "-i"), "autoload -U compinit; compinit -u -D; source <(dormouse completion zsh)", in_zsh),
+        ("fish", (), "dormouse completion fish | source", in_fish),
+    ],
+    ids=["bash", "zsh", "fish"],
+)
+def test_a_real_shell_completes(
+    shell: str,
+    options: tuple[str, ...],
+    loads: str,
+    line: Callable[[str], str],
+    run: Path,
+    node: Node,
+    tmp_path: Path,
+) -> None:
+    """As the help of `dormouse completion` says it, with the command found by its name."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "dormouse"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m dormouse.core.node.cli "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HOME": str(tmp_path), "DORMOUSE_RUN": str(run), "TERM": "dumb"}
+    script = "\n".join([loads, *(line(typed) for typed in TYPED), "exit", ""])
+    if shell == "zsh":  # it completes at a terminal only
+        script = f"bindkey -e\n{script}"
+        (tmp_path / "typed").write_text(script)
+        words = ["script", "-qec", shlex.join([shell, *options]), "/dev/null"]
+    else:
+        words = [shell, *options]
+    done = subprocess.run(words, input=script, env=environment, capture_output=True, text=True, timeout=120)
+    shown = [line.strip() for line in done.stdout.splitlines()]
+    assert [line for line in shown if line in COMPLETED] == [*COMPLETED], done.stdout + done.stderr
+
+
+def test_a_name_that_is_nearly_one_is_told_of(dormouse: Any) -> None:
+    assert dormouse("invoke", "ff", "1").err.endswith("there is no function 'ff' (did you mean f?)\n")
+    assert dormouse("status", "ff").err.endswith("says which there are (did you mean f?)\n")
+    assert dormouse("invoke", "nobody", "1").err.endswith("there is no function 'nobody'\n")
+
+
+def test_readme_has_all_commands_and_says_which_print_json(dormouse: Any) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.partition("## The command line")[2].partition("A node file looks like this")[0]
+    shown = table.partition("\n\nEach command")[0]
+    assert [name for name in cli.cli.commands if not re.search(rf"`[^`]*\b{name}\b[^`]*` *[,|]", shown)] == []
+    (without,) = re.findall(r"takes\s+`--json`\s+but\s+([^.]*?)\.", table)
+    commands = {name: of for name, of in cli.cli.commands.items() if not isinstance(of, click.Group)}
+    plain = {name for name, of in commands.items() if not any("--json" in each.opts for each in of.params)}
+    assert plain == {*re.findall(r"`([\w-]+)`", without)}
 
 
 def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:

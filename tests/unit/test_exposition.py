@@ -2,11 +2,15 @@
 
 import json
 import re
+import shutil
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import promql_parser
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,11 +20,12 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE
 from dormouse.router.decisions.events import Timing
-from dormouse.router.front.stats import FunctionStats
+from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.router.metrics.exposition import IDLE_S, written
 from dormouse.schemas import messages as m
 from dormouse.schemas.policy import DEFAULT
 
+PROMTOOL = shutil.which("promtool")
 NOBODY = FunctionStats()
 GIB = 1 << 30
 
@@ -200,22 +205,74 @@ def names_in(query: str) -> set[str]:
     return found
 
 
-def test_the_dashboard_and_the_alerts_ask_for_what_there_is() -> None:
-    """All of it: each query can be read, and each metric but Prometheus's own is written."""
+def all_there_is() -> bytes:
+    """A text with each metric in it."""
     stats = FunctionStats()
     stats.answered(Timing(run_s=1.0), None, SPEC)
     store = msgspec.structs.replace(NO_STORE, host_budget_nbytes=1)
     told = m.TokensCounted(first=stats.latency.told(), further=stats.latency.told(), prompt=1, made=1, reused=1)
     node = msgspec.structs.replace(held(), store=store)
-    there = {key[0] for key in read(written(scrape(counted("a", stats, tokens=told), counted("b")), node))}
-    dashboard = json.loads((DOCS / "dashboard.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return written(scrape(counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True), counted("b")), node)
+
+
+def families(names: Iterable[str]) -> set[str]:
+    """Without the ends that the samples of one metric have."""
+    return {re.sub(f"({'|'.join(SUFFIXES)})$", "", name) for name in names}
+
+
+def test_the_dashboard_and_the_alerts_ask_for_what_there_is() -> None:
+    """All of it: each query can be read, each metric but Prometheus's own is written, and each that is has a panel."""
+    there = {key[0] for key in read(all_there_is())}
+    panels = json.loads((DOCS / "dashboard.json").read_text())["panels"]
+    shown = set().union(*(names_in(target["expr"]) for panel in panels for target in panel["targets"]))
     rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
-    queries += [rule["expr"] for rule in rules]
-    assert len(queries) == 20 + len(rules)
-    asked = set().union(*map(names_in, queries))
+    asked = shown.union(*(names_in(rule["expr"]) for rule in rules))
     assert asked - there == {"up"}
+    assert families(there) - families(shown) == set()
     assert {name.removeprefix("dormouse_") for name in there if not name.endswith(SUFFIXES)} <= documented()
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = json.loads((DOCS / "dashboard.json").read_text())["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    cells = [(at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])]
+    assert len(cells) == len({*cells})
+    assert max(x for x, _ in cells) == 23
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+
+
+def test_a_function_that_is_broken_is_said_though_nobody_asks_for_it() -> None:
+    found = read(written(scrape(counted("a", idle_s=IDLE_S, broken=True), counted("b")), None))
+    assert [key[1:] for key in found if key[0] == "dormouse_function_broken"] == [("a",)]
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian has it in the package prometheus)")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "rules", "--lint-fatal", "docs/metrics/alerts.yml"),
+        ("test", "rules", "tests/alerts.yml"),
+        ("check", "metrics"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_has_no_complaint(words: tuple[str, ...]) -> None:
+    text = all_there_is() if words[1] == "metrics" else b""
+    done = subprocess.run([str(PROMTOOL), *words], cwd=DOCS.parents[1], input=text, capture_output=True, timeout=60)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+def test_the_alert_about_errors_leaves_out_what_status_does() -> None:
+    rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
+    (errors,) = (rule["expr"] for rule in rules if rule["alert"] == "DormouseErrors")
+    assert re.findall(r'outcome!~"([^"]+)"', errors) == ["|".join(NO_ERRORS)]
+
+
+def test_each_alert_has_a_test_for_promtool() -> None:
+    rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
+    tried = yaml.safe_load((DOCS.parents[1] / "tests" / "alerts.yml").read_text())["tests"]
+    expected = {each["alertname"] for test in tried for each in test["alert_rule_test"] if each["exp_alerts"]}
+    assert expected == {rule["alert"] for rule in rules}
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics"
