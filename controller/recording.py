@@ -216,12 +216,15 @@ class Recording:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a recording") from error
         if body is None:
             raise ConfigError(f"{path}: ends within its header; nothing was recorded")
-        made = msgspec.msgpack.decode(body, type=_Made)
+        try:
+            made = msgspec.msgpack.decode(body, type=_Made)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: its header is none; it was not written by Dormouse: {error}") from None
         if made.format != FORMAT:
             raise self._of_another(made.dormouse)
         try:
             self.header = msgspec.msgpack.decode(body, type=RecordingHeader)
-        except msgspec.ValidationError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             raise self._of_another(made.dormouse) from None
 
     def _of_another(self, version: str) -> ConfigError:
@@ -239,7 +242,7 @@ class Recording:
                 number += 1
                 try:
                     entry = decoder.decode(body)
-                except msgspec.ValidationError:  # the sum is right: so it was written
+                except (msgspec.DecodeError, UnicodeDecodeError):  # the sum is right: so it was written
                     raise self._of_another(self.header.dormouse) from None
                 yield entry
 

@@ -61,7 +61,7 @@ _NUMBERS: Final = {
 def load_config(path: str | Path) -> NodeConfig:
     """Read a TOML file. Raises ConfigError naming the file, the line and the key."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text; write the node file as TOML") from error
     except OSError as error:
@@ -70,7 +70,7 @@ def load_config(path: str | Path) -> NodeConfig:
         ) from error
     try:
         tree = tomllib.loads(text)
-    except ValueError as error:  # also of a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise ConfigError(f"{path}: not TOML: {error}") from error
     return parse_config(tree, str(path), text)
 

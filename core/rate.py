@@ -35,5 +35,6 @@ class Bucket:
         return 0.0 if self.tokens >= amount else (amount - self.tokens) / self.rate_s
 
     def _fill(self, now_s: float) -> None:
-        self.tokens = min(self.burst, self.tokens + (now_s - self.seen_s) * self.rate_s)
+        passed_s = max(0.0, now_s - self.seen_s)  # a clock that was set back takes nothing away
+        self.tokens = min(self.burst, self.tokens + passed_s * self.rate_s)
         self.seen_s = now_s

@@ -37,9 +37,9 @@ class RequirementsRefused(Exception):
 def of_project(text: str) -> str:
     """The dependencies that a pyproject.toml names, one a line. Raises RequirementsRefused."""
     try:
-        project = tomllib.loads(text).get("project", {})
+        project = tomllib.loads(text.removeprefix("\ufeff")).get("project", {})
         found = project.get("dependencies", []) if isinstance(project, dict) else []
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise RequirementsRefused("bad_requirements", f"pyproject.toml is not TOML: {error}") from None
     if not isinstance(found, list) or not all(isinstance(each, str) and "\n" not in each for each in found):
         raise RequirementsRefused("bad_requirements", "dependencies in pyproject.toml is no list of lines of text")
@@ -57,7 +57,7 @@ def checked(text: str, torch: str) -> str:
 
 
 def _lines(text: str) -> Iterator[str]:
-    for line in text.replace("\r\n", "\n").replace("\\\n", " ").splitlines():
+    for line in text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\\\n", " ").splitlines():
         if line := re.sub(r"(^|\s)#.*", "", line).strip():
             yield line
 
@@ -73,7 +73,8 @@ def _checked(line: str, torch: str) -> str:
         text = str(Requirement(_HASH.sub("", line)))
         wanted = Requirement(text)
         here = wanted.marker is None or wanted.marker.evaluate()
-    except (InvalidRequirement, ValueError, LookupError, RecursionError):  # the last three: of a marker
+        holds = wanted.specifier.contains(torch, prereleases=True)
+    except (InvalidRequirement, ValueError, LookupError, RecursionError):  # the last three: of a marker or a version
         text = f"{line[:80]!r} is no requirement; write a name and versions, such as numpy>=2, and no path"
         raise RequirementsRefused("bad_requirements", text) from None
     if wanted.url is not None:
@@ -86,7 +87,7 @@ def _checked(line: str, torch: str) -> str:
     if here and CUDA.fullmatch(name):
         text = f"{name} is a part of CUDA, which no instance has: it computes on GPUs through the node's torch {torch}"
         raise RequirementsRefused("cuda_refused", f"{text}; leave it out")
-    if here and name == "torch" and not wanted.specifier.contains(torch, prereleases=True):
+    if here and name == "torch" and not holds:
         cuda = re.search(r"\+(cu|rocm|xpu)", str(wanted.specifier)) is not None
         why = "is a build for GPUs" if cuda else "is another version"
         text = f"{line[:80]!r} {why}: functions have the node's torch {torch}; write torch without a version"

@@ -20,7 +20,8 @@ OCTETS: Final = "application/octet-stream"
 MESSAGE_NBYTES: Final = 768 << 10
 """Of an answer that goes in one message, from an instance that has many at once: the arena has room for one."""
 
-PICTURES: Final = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+PNG: Final = "image/png"
+PICTURES: Final = {PNG: "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 """Which the node writes itself: the first one, unless the client names another."""
 
 _TYPE: Final = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}( *; *[\w.-]{1,40}=[\w.+-]{1,80}){0,4}", re.ASCII)
@@ -42,24 +43,32 @@ def _encoded(value: Any, accept: str) -> tuple[bytes | memoryview | None, str]:
         if isinstance(value[0], bytes | bytearray | memoryview):
             if not _TYPE.fullmatch(value[1]):
                 raise BadResponse(f"handle() returned bytes of type {value[1][:80]!r}: name one such as 'image/png'")
-            return _bytes(value[0]), value[1]
+            return plain_bytes(value[0]), value[1]
         if _is_picture(value[0]):
             return _picture(value[0], plain_type(value[1])), plain_type(value[1])
     if isinstance(value, bytes | bytearray | memoryview):
-        return _bytes(value), OCTETS
+        return plain_bytes(value), OCTETS
     wanted = [plain_type(each) for each in accept.split(",")]
     if _is_picture(value):
-        kind = next((each for each in wanted if each in PICTURES), "image/png")
-        return _picture(value, kind), kind
+        kind = next((each for each in wanted if each in PICTURES), PNG)
+        try:
+            return _picture(value, kind), kind
+        except BadResponse:
+            if kind == PNG:
+                raise
+            return _picture(value, PNG), PNG  # what the client prefers is no mistake of the function
     if isinstance(value, np.ndarray) and NPY in wanted:
         return _array(value), NPY
     return None, ""
 
 
-def _bytes(value: bytes | bytearray | memoryview) -> bytes | memoryview:
-    if not isinstance(value, memoryview):
-        return memoryview(value)
-    return value.cast("B") if value.c_contiguous else value.tobytes()
+def plain_bytes(value: bytes | bytearray | memoryview) -> memoryview:
+    """One by one, whatever a view's items and their order are."""
+    view = memoryview(value)
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):
+        return memoryview(view.tobytes())
 
 
 def _is_picture(value: Any) -> bool:
@@ -75,7 +84,7 @@ def _picture(value: Any, kind: str) -> bytes:
     file = io.BytesIO()
     try:
         value.save(file, PICTURES[kind])
-    except OSError as error:  # a picture with transparency is no JPEG
+    except (OSError, ValueError, SystemError) as error:  # one with transparency is no JPEG, a large one no WEBP
         raise BadResponse(f"handle() returned a picture that cannot be {kind}: {error}: convert it first") from error
     return file.getvalue()
 

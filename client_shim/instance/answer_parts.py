@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from dormouse.client_shim.instance import codec
+from dormouse.client_shim.instance import answer_bodies, codec
 from dormouse.schemas import messages as m
 
 
@@ -32,7 +32,7 @@ class PartSender:
         kind: m.StreamKind = m.RAW if raw else m.SSE
         if self._kind not in (None, kind):
             raise codec.BadResponse("handle() yielded bytes and other values in one answer: yield only one of the two")
-        self._put(memoryview(part).cast("B") if raw else memoryview(codec.event(part)), kind)
+        self._put(answer_bodies.plain_bytes(part) if raw else memoryview(codec.event(part)), kind)
 
     def finish(self) -> None:
         """An answer without parts is one, too."""

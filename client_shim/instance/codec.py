@@ -67,7 +67,7 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     try:
         data = _dumps(value)
         finite = b"null" not in data or _finite(value)
-    except (TypeError, RecursionError) as error:
+    except (TypeError, RecursionError, UnicodeEncodeError) as error:
         if isinstance(error, BadResponse):
             raise
         if isinstance(error.__cause__, BadResponse):

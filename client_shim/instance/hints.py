@@ -91,8 +91,8 @@ class Hints:
 
     def _warn(self, name: str, why: str) -> None:
         self.warning = (
-            f"the type of {name!r} cannot be checked ({why}): handle() is given any request; use what msgspec can "
-            "take, such as a msgspec.Struct, a dataclass or a TypedDict, or no type"
+            f"the type of {name!r} cannot be checked ({_said(why)}): handle() is given any request; use what msgspec "
+            "can take, such as a msgspec.Struct, a dataclass or a TypedDict, or no type"
         )
 
     def asked(self, body: bytes | memoryview, kind: str, accept: str) -> AskedRequest:
@@ -131,6 +131,11 @@ class Hints:
             return msgspec.convert(_plain(value), self._request, strict=False, dec_hook=_converted)
         except msgspec.ValidationError as error:
             raise _refused(error) from error
+
+
+def _said(why: str) -> str:
+    """Of user code, which may say anything: as it can travel."""
+    return why.encode(errors="backslashreplace").decode()[:500]
 
 
 def _item(hint: Any) -> Any:
@@ -172,7 +177,7 @@ def _converted(kind: type, value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         if array.dtype.kind not in "biuf":
             raise ValueError("Expected an array of numbers")
-        array = array if wanted.dtype is None else array.astype(wanted.dtype)
+        array = array if wanted.dtype is None else _numbers(array, wanted.dtype)
     if wanted.dtype is not None and array.dtype != wanted.dtype:
         raise ValueError(f"Expected an array of {wanted.dtype}, got {array.dtype}")
     if wanted.shape is not None and array.ndim != len(wanted.shape):
@@ -182,6 +187,15 @@ def _converted(kind: type, value: Any) -> Any:
     if array.dtype == object:
         raise ValueError("Expected a tensor of numbers")
     return torch.from_numpy(np.array(array) if not array.flags.writeable else array)
+
+
+def _numbers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Of JSON. Raises ValueError where they would become others."""
+    with np.errstate(all="ignore"):
+        found = array.astype(dtype)
+    if dtype.kind in "biu" and not np.array_equal(found, array):
+        raise ValueError(f"Expected an array of {dtype}, got numbers that it cannot hold")
+    return found
 
 
 def _schema(hint: Any) -> dict[str, Any]:

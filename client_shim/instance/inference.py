@@ -115,7 +115,10 @@ class Inference:
                 one["data"] = _to_json(name, array)
             told.append(one)
         said = {"model_name": self._kind.model, "model_version": str(self._kind.version), "id": self._asked.id}
-        json = orjson.dumps(said | {"outputs": told}, option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            json = orjson.dumps(said | {"outputs": told}, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise BadResponse(f"handle() returned outputs with names that are no Unicode: {error}") from error
         nbytes = len(json) + sum(map(len, pieces))
         if nbytes > limit_nbytes:
             raise BadResponse(codec.too_long(nbytes, "bytes", limit_nbytes))
@@ -318,7 +321,10 @@ def _of_python(name: str, value: Any, spec: TensorSpec | None) -> Any:
             return np.array(value, dtype=object)
         if spec is not None and spec.datatype == BF16:
             return np.asarray(value, dtype=np.float32)
-        return np.asarray(value, dtype=None if spec is None else NUMBERS[spec.datatype])
+        found = np.asarray(value, dtype=None if spec is None else NUMBERS[spec.datatype])
+        if spec is not None and found.dtype.kind in "biu" and not np.array_equal(found, np.asarray(value)):
+            raise ValueError(f"it has numbers that are not {spec.datatype}")
+        return found
     except (TypeError, ValueError, OverflowError) as error:
         raise BadResponse(f"handle() returned something as {name!r} that is no array: {error}") from error
 

@@ -63,7 +63,7 @@ _LIMITS: Final = {
 
 def limit(error: BaseException) -> str:
     """Which limit of the sandbox, by its setting, an error of the user's code shows; "" if none does."""
-    text = str(error)
+    text = _text(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return "memory"
     if isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN:
@@ -73,27 +73,44 @@ def limit(error: BaseException) -> str:
     return _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
-def describe(error: BaseException, where: str = "") -> str:
-    """The traceback as the user would see it, or just the sentence where there is nothing to trace."""
-    if isinstance(error, BadRequest | BadResponse | RefusedRequest):
+def _text(error: BaseException) -> str:
+    try:
         return str(error)
-    summary = traceback.TracebackException(type(error), error, error.__traceback__)
-    _strip(summary, set())
-    text = "".join(summary.format()).rstrip()
-    if isinstance(error, SystemExit):
-        text += f"\n{where or 'the module'} asked to exit; return a value or raise an error instead"
+    except Exception:  # user code
+        return ""
+
+
+def describe(error: BaseException, where: str = "") -> str:
+    """The traceback as the user would see it, or just the sentence where there is nothing to trace. It can travel."""
+    text = _described(error, where).encode(errors="backslashreplace").decode()  # half a surrogate pair is no text
     if len(text) > MAX_CHARS:
         half = MAX_CHARS // 2
         text = f"{text[:half]}\n[{len(text) - MAX_CHARS} characters left out]\n{text[-half:]}"
     return text
 
 
-def _strip(summary: traceback.TracebackException, done: set[int]) -> None:
-    if id(summary) in done:
-        return
-    done.add(id(summary))
-    kept = [frame for frame in summary.stack if not frame.filename.startswith(_OURS)]
-    summary.stack = traceback.StackSummary.from_list(kept)
-    for other in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
-        if other is not None:
-            _strip(other, done)
+def _described(error: BaseException, where: str) -> str:
+    if isinstance(error, BadRequest | BadResponse | RefusedRequest):
+        return _text(error)
+    try:
+        summary = traceback.TracebackException(type(error), error, error.__traceback__)
+        _strip(summary)
+        text = "".join(summary.format()).rstrip()
+    except Exception as other:  # user code: its exceptions are asked what to say of them
+        text = f"{type(error).__qualname__}, of which nothing more can be said: that raised {type(other).__qualname__}"
+    if isinstance(error, SystemExit):
+        text += f"\n{where or 'the module'} asked to exit; return a value or raise an error instead"
+    return text
+
+
+def _strip(summary: traceback.TracebackException) -> None:
+    """Of it, and of all that led to it: there may be thousands."""
+    todo, done = [summary], set[int]()
+    while todo:
+        each = todo.pop()
+        if id(each) in done:
+            continue
+        done.add(id(each))
+        kept = [frame for frame in each.stack if not frame.filename.startswith(_OURS)]
+        each.stack = traceback.StackSummary.from_list(kept)
+        todo += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other is not None]

@@ -15,6 +15,9 @@ MOST_BIASES: Final = 1024
 MOST_STOP_TOKENS: Final = 256
 """These travel to the runtime in one packet of 64 KiB, with up to 8,192 tokens of the prompt."""
 
+MOST_SAID: Final = 4000
+"""Characters of a refusal, which may quote the request."""
+
 MOST_LOGPROBS: Final = 20
 TOKENS: Final = 1 << 31
 """More than any vocabulary has."""
@@ -59,7 +62,7 @@ class RefusedRequest(Exception):
     """``param`` names the field; ``code`` is OpenAI's."""
 
     def __init__(self, text: str, param: str = "", code: str = "invalid_value") -> None:
-        super().__init__(text)
+        super().__init__(text[:MOST_SAID])
         self.param, self.code = param, code
 
 

@@ -101,7 +101,10 @@ class LlmServer:
     def _run(self, run: m.Run) -> None:
         came_s = time.monotonic()
         try:
-            request = self._understanding.opened(run)
+            try:
+                request = self._understanding.opened(run)
+            except RecursionError:  # what could just be read may be too deep for all that looks at it
+                raise RefusedRequest("the request is nested too deeply; send a simpler one") from None
             request.came_s = came_s
         except RefusedRequest as error:
             self._router.send(m.Raised(request=run.request, code=error.code, text=str(error), param=error.param))

@@ -86,7 +86,7 @@ def variables(pairs: Iterable[str], files: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in files:
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise click.BadParameter(f"{file} cannot be read: {error}", param_hint="--env-file") from error
         for number, line in enumerate(map(str.strip, lines), 1):

@@ -46,6 +46,8 @@ def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, upload: Upload) -> N
     if member.type not in _PLAIN:
         text = f"{member.name!r} is neither a regular file nor a directory; archive what links mean (tar -h)"
         raise refuse(400, "bad_file", text)
+    if member.issparse():
+        raise refuse(400, "bad_file", f"{member.name!r} is archived without its holes; archive it whole (no tar -S)")
     stream = archive.extractfile(member)
     assert stream is not None  # of a regular file there is one
     with stream:

@@ -146,10 +146,11 @@ class HttpConnection(ReceivingConnection):
             "headers": self.headers,
             "client": self.client,
         }
-        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        modern = self.parser.get_http_version() not in ("0.9", "1.0")
+        keep_alive = modern and self.parser.should_keep_alive()
         if self._bounds.onward.give is not None and self.below is not None:  # of TLS nothing can go over
             keep_alive = False
-        before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, self.expect_100_continue)
+        before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, self.expect_100_continue, modern)
         if before is None or before.response_complete:
             self._begin(self.cycle)
         else:

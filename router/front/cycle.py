@@ -29,9 +29,17 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Cycle:
     """One request and its answer. ``scope`` has its method, path, query_string, headers and client, as ASGI does."""
 
-    def __init__(self, connection: ReceivingConnection, scope: dict[str, Any], keep_alive: bool, awaited: bool) -> None:
+    def __init__(
+        self,
+        connection: ReceivingConnection,
+        scope: dict[str, Any],
+        keep_alive: bool,
+        awaited: bool,
+        chunked: bool = True,
+    ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
+        self._chunked = chunked  # else what has no length ends with its connection, as HTTP/1.0 has it
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
@@ -150,7 +158,8 @@ class Cycle:
     def begin(self, status: int, headers: Headers) -> None:
         """An answer of unknown length; :meth:`chunk` follows. Not for HEAD."""
         if not self.disconnected:
-            self._connection.transport.write(self._head(status, [*headers, (b"transfer-encoding", b"chunked")]))
+            coding = ((b"transfer-encoding", b"chunked"),) if self._chunked else ()
+            self._connection.transport.write(self._head(status, [*headers, *coding]))
 
     def chunk_now(self, data: bytes) -> bool:
         """False, and nothing is done, if the client has to read first."""
@@ -166,17 +175,22 @@ class Cycle:
 
     def _chunk(self, data: bytes) -> None:
         if data and not self.disconnected:
-            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
         """After the last chunk."""
         if not self.disconnected:
-            self._connection.transport.write(b"0\r\n\r\n")
+            if self._chunked:
+                self._connection.transport.write(b"0\r\n\r\n")
             self._complete()
 
     def cut(self) -> None:
         """Instead of the end: its client sees that the answer is not whole."""
-        self._connection.transport.close()
+        transport = self._connection.transport
+        if self._chunked:
+            transport.close()
+        else:
+            transport.abort()
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True

@@ -155,7 +155,7 @@ def index(p: RouterState, caller: Caller, question: bytes) -> list[dict[str, str
     """All models. Raises HttpError."""
     try:
         asked = _QUESTION.decode(question) if question.strip() else RepositoryQuestion()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refuse(400, "bad_body", f'the body is to be empty, or {{"ready": true}}: {error}') from None
     rows = []
     for name in _names(p, caller):
@@ -177,7 +177,7 @@ async def wished(x: Exchange) -> Literal["gpu", "host", "disk"]:
     said = b"".join([piece async for piece in _pieces(x)])
     try:
         parameters = _MOVE.decode(said).parameters if said.strip() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refuse(400, "bad_body", f'the body is to be empty, or {{"parameters": {{...}}}}: {error}') from None
     if found := [name for name in parameters if name == "config" or name.startswith("file:")]:
         raise refuse(400, "unsupported", f"{found[0][:100]!r} is not taken here: `dormouse deploy` changes a function")

@@ -244,7 +244,10 @@ class _Transaction:
         return self._db
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("ROLLBACK" if kind is not None else "COMMIT")
+        if kind is None:
+            self._db.execute("COMMIT")
+        elif self._db.in_transaction:  # SQLite itself ends one for which the disk has no room
+            self._db.execute("ROLLBACK")
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, failure: Exception | None) -> None:

@@ -246,6 +246,40 @@ def test_answers_of_every_form(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_client_of_http_1_0_is_sent_no_chunks(tmp_path: Path) -> None:
+    """It knows the end by the connection's, and that there is more to come by a reset."""
+
+    async def parts(cycle: Cycle) -> None:
+        await whole(cycle)
+        cycle.begin(200, [(b"x-a", b"b")])
+        await cycle.chunk(b"one")
+        assert cycle.chunk_now(b"two")
+        if cycle.scope["path"] == "/cut":
+            await cut.wait()  # what is not read yet would go with the connection
+            cycle.cut()
+        else:
+            cycle.end()
+
+    cut = asyncio.Event()
+
+    async def work() -> None:
+        async with served(parts, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(b"GET /x HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+            assert await reader.read() == b"HTTP/1.1 200 OK\r\nx-a: b\r\nconnection: close\r\n\r\nonetwo"
+            writer.close()
+            reader, writer = await server.connect()
+            writer.write(b"GET /cut HTTP/1.0\r\n\r\n")
+            await reader.readuntil(b"onetwo")
+            server.only.on_lost = lost.set
+            cut.set()
+            await lost.wait()
+            writer.close()
+
+    lost = asyncio.Event()
+    run(work)
+
+
 LOOPS = pytest.mark.parametrize("runner", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 LARGE_NBYTES = 40 * SMALL_NBYTES + 1
 

@@ -444,6 +444,8 @@ def test_a_bucket() -> None:
     assert bucket.take(10.5) == 0.0
     assert bucket.take(10.5) == pytest.approx(0.5)
     assert [bucket.take(100.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5], "it holds no more than its burst"
+    assert bucket.take(-86_400.0) == pytest.approx(0.5), "a clock was set"
+    assert bucket.take(-86_399.5) == 0.0
 
 
 def test_a_key_with_a_rate(node: Node) -> None:

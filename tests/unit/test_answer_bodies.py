@@ -26,6 +26,9 @@ def encoded(value: object, accept: str = "") -> tuple[bytes, str]:
         (b"\x00\x01", "", (b"\x00\x01", "application/octet-stream")),
         (bytearray(b"ab"), "image/png", (b"ab", "application/octet-stream")),
         (memoryview(b"abcd")[::2], "", (b"ac", "application/octet-stream")),
+        (np.arange(2, dtype="<f2").data, "", (b"\x00\x00\x00\x3c", "application/octet-stream")),
+        (np.arange(2, dtype=">i2").data, "", (b"\x00\x00\x00\x01", "application/octet-stream")),
+        (np.zeros((0, 4)).data, "", (b"", "application/octet-stream")),
         (b"", "", (b"", "application/octet-stream")),
         ((b"x", "image/png"), "", (b"x", "image/png")),
         ((b"x", "text/csv; charset=utf-8"), "", (b"x", "text/csv; charset=utf-8")),
@@ -54,6 +57,15 @@ def test_a_picture_goes_as_the_client_wants_it(accept: str, form: str) -> None:
     assert (found.format, found.size, kind) == (form, (3, 2), f"image/{form.lower()}")
 
 
+@pytest.mark.parametrize(
+    ("picture", "accept"),
+    [(Image.new("RGBA", (1, 1)), "image/jpeg"), (Image.new("L", (16384, 1)), "image/webp, */*")],
+)
+def test_a_picture_that_cannot_be_what_the_client_prefers_goes_as_png(picture: Image.Image, accept: str) -> None:
+    data, kind = encoded(picture, accept)
+    assert (Image.open(io.BytesIO(data)).size, kind) == (picture.size, "image/png")
+
+
 def test_a_picture_goes_as_the_function_says() -> None:
     data, kind = encoded((Image.new("RGB", (3, 2)), "image/jpeg"), "image/webp")
     assert (Image.open(io.BytesIO(data)).format, kind) == ("JPEG", "image/jpeg")
@@ -66,6 +78,9 @@ def test_a_picture_goes_as_the_function_says() -> None:
         ((b"x", "image/png\r\nset-cookie: a=b"), "name one such as"),
         ((Image.new("RGB", (1, 1)), "image/tiff"), "name one of"),
         ((Image.new("RGBA", (1, 1)), "image/jpeg"), "convert it first"),
+        ((Image.new("1", (16384, 1)), "image/webp"), "convert it first"),
+        (Image.new("F", (1, 1)), "convert it first"),
+        (Image.new("RGB", (0, 0)), "convert it first"),
         (b"x" * (LIMIT + 1), "at most 1048576 fit"),
         (object(), "not JSON"),
     ],

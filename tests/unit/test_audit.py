@@ -57,6 +57,15 @@ def test_who_is_refused_cannot_push_the_acts_out(tmp_path: Path) -> None:
     assert lines(path)[-1]["who"] == "anybody"
 
 
+def test_a_clock_that_is_set_hides_no_refusals(tmp_path: Path) -> None:
+    path, now_s = tmp_path / "audit.log", 10.0**9
+    audit = Audit(path, lambda: now_s)
+    audit.write("anybody", "1.2.3.4:5", "rm", "chat", "unauthorized")
+    now_s -= 86_400.0
+    audit.write("anybody", "1.2.3.4:5", "rm", "chat", "unauthorized")
+    assert [line["at"][:10] for line in lines(path)] == ["2001-09-09", "2001-09-08"]
+
+
 def test_files_are_bounded_and_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_, "FILE_NBYTES", 1000)
     path = tmp_path / "audit.log"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,8 @@ GOOD = HttpReply(200, JSON_REPLY, b"[1]")
         ([("x", "BYTES", [1], 5)], b"\3\0\0\0a"),
         ([("x", "BYTES", [1], 6)], b"\1\0\0\0ab"),
         ([("x", "FP32", "2", 8)], bytes(8)),
+        ([("x", "FP32", [0, 1 << 70], 0)], b""),
+        ([("x", "BF16", [3], 4)], bytes(4)),
     ],
 )
 def test_answers_that_are_no_tensors(told: list[Any], data: bytes) -> None:
@@ -81,10 +84,19 @@ def test_answers_that_are_no_tensors(told: list[Any], data: bytes) -> None:
         tensors.decoded(HttpReply(200, {"inference-header-content-length": str(len(head))}, head + data))
 
 
+def test_bf16_of_no_elements_is_a_tensor() -> None:
+    one = {"name": "x", "datatype": "BF16", "shape": [0, 3], "parameters": {"binary_data_size": 0}}
+    found = tensors.decoded(HttpReply(200, {}, json.dumps({"outputs": [one]}).encode()))
+    assert (found["x"].dtype, found["x"].shape) == (torch.bfloat16, (0, 3))
+
+
 def test_an_answer_that_is_not_binary_is_no_tensors() -> None:
-    for content in (b"", b"{", b"[]", b'{"outputs": 3}', b'{"outputs": [{"name": "x"}]}'):
+    for content in (b"", b"{", b"[]", b'{"outputs": 3}', b'{"outputs": [{"name": "x"}]}', b"[" * 99_999):
         with pytest.raises(BadAnswer):
             tensors.decoded(HttpReply(200, {}, content))
+    for length in ("-5", "1000"):
+        with pytest.raises(BadAnswer, match=r"its JSON is to have"):
+            tensors.decoded(HttpReply(200, {"inference-header-content-length": length}, b'{"outputs": []}12345'))
     error = error_of(HttpReply(404, {"x-request-id": "r7"}, b'{"error": "unknown_function: there is none"}'))
     assert isinstance(error, NotThere)
     assert (error.code, error.message, error.request_id) == ("unknown_function", "there is none", "r7")
@@ -214,7 +226,7 @@ def test_errors_are_of_their_kind(status: int, code: str, kind: type[ApiError]) 
     assert (error.status, error.code, error.message, error.retry_after_s) == (status, code, "no", None)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "no"}', b'{"error": {"message": 1}}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "no"}', b'{"error": {"message": 1}}', b"\xff", b"[" * 99_999])
 def test_an_error_of_something_else_is_said_to_be_one(body: bytes) -> None:
     assert isinstance(error_of(HttpReply(502, {}, body)), BadAnswer)
 
@@ -237,6 +249,10 @@ def test_bodies() -> None:
             encoded(bad)
 
 
+def npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header.encode()
+
+
 def test_answers() -> None:
     assert decoded(HttpReply(200, JSON_REPLY, b'{"a":1}')) == {"a": 1}
     assert decoded(HttpReply(200, {"content-type": "image/png"}, b"\x89")) == b"\x89"
@@ -244,6 +260,13 @@ def test_answers() -> None:
     for kind, body in (
         ("application/json", b"{"),
         (NPY, b"no"),
+        (NPY, b""),
+        (NPY, b"PK\x03\x04 a zip of arrays"),
+        (NPY, npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1 << 45,)}")),
+        (NPY, npy("{'descr': '<f8', 'fortran_order': False, 'shape': (35184372088832,)}")),
+        (NPY, npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}")),
+        (NPY, npy("(((")),
+        (NPY, npy("'" * 3)),
         (SSE, b"data: 1\n"),
         ("application/json", b"[" * 99999),
     ):
@@ -274,6 +297,8 @@ def test_a_stream_that_fails_raises_what_it_failed_with() -> None:
     broken.feed(b"data: 1\n")
     with pytest.raises(BadAnswer):
         broken.end()
+    deep = Events()
+    assert deep.feed(b"data: " + b"[" * 99_999 + b"\n\n") == ["[" * 99_999], "what is no JSON is text"
     lines = Events()
     assert lines.feed(b"data: a\ndata:b\n\n") == ["a\nb"]
 

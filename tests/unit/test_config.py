@@ -83,6 +83,7 @@ def test_a_file(tmp_path: Path) -> None:
         (b"\xff", "not UTF-8 text; write the node file as TOML"),
         (b"[node", "not TOML: "),
         (b"[node]\nport = " + b"9" * 5000, "not TOML: Exceeds the limit"),
+        (b"[node]\nport = " + b"[" * 5000, "not TOML: "),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes, says: str) -> None:
@@ -165,6 +166,12 @@ def test_the_least_memory_is_what_a_pool_can_use(pool: str) -> None:
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 2"):
         load_config(write(tmp_path, "[node]\nname\n"))
+
+
+def test_a_file_as_editors_on_windows_save_it(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_bytes("\ufeff[node]\r\nport = 8701\r\n".encode())
+    assert load_config(path).node.port == 8701
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -117,6 +117,43 @@ def test_arrays_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "body", "held"),
+    [
+        (np.uint8, b"[1, 255]", [1, 255]),
+        (np.uint8, b"[1, 256]", None),
+        (np.uint8, b"[-1]", None),
+        (np.int32, b"[1.0]", [1]),
+        (np.int32, b"[1.5]", None),
+        (np.int64, b"[9223372036854775808]", None),
+        (np.int32, b"[1e300]", None),
+        (np.bool_, b"[true, 0]", [True, False]),
+        (np.bool_, b"[2]", None),
+        (np.float32, b"[0.1]", [np.float32(0.1)]),
+    ],
+)
+def test_numbers_that_an_array_cannot_hold_are_not_made_others(dtype: Any, body: bytes, held: list[Any] | None) -> None:
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = np.ndarray[Any, np.dtype[dtype]]
+    hints = Hints(handle)
+    if held is not None:
+        assert hints.value_of(body, "").tolist() == held
+        return
+    with pytest.raises(BadRequest, match="numbers that it cannot hold") as caught:
+        hints.value_of(body, "")
+    assert caught.value.code == "invalid_request"
+
+
+def test_what_types_raise_is_said_in_short() -> None:
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = f"1 / {'0' * 10_000}\ud800"
+    warning = Hints(handle).warning
+    assert "cannot be checked" in warning
+    assert len(warning.encode()) < 1000
+
+
+@pytest.mark.parametrize(
     "hint", [torch.nn.Module, dict[str, torch.nn.Module], "Missing", "1 +", "1 / 0", Iterator[int]]
 )
 def test_what_cannot_be_checked_is_said(hint: Any) -> None:

@@ -19,6 +19,7 @@ from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.jobs.book import Job, JobState
+from dormouse.router.jobs.file import JobFile, JobRow, NotKept, Result
 from dormouse.router.jobs.jobs import Jobs, KeptRequest
 from dormouse.router.jobs.runs import AT_ONCE
 from dormouse.schemas import messages as m
@@ -222,3 +223,31 @@ def test_a_clock_that_is_set_ends_no_job_and_keeps_none_for_ever(
     unix_s -= 2 * jump_s
     day_s = NodeConfig().jobs.wait_ms / 1000
     assert asyncio.run(again()) <= day_s
+
+
+def test_a_full_disk_is_said_to_be_one_and_leaves_each_job_whole_or_not_there(tmp_path: Path) -> None:
+    """Wherever within what is written together it becomes full: SQLite may have undone that already."""
+
+    def row(name: str) -> JobRow:
+        return JobRow(
+            name, 1, "f", "default", "", "", b"", True, False, "r", "", "", "", 1.0, False, None, 0, "", "", ""
+        )  # fmt: skip
+
+    async def works() -> None:
+        file = JobFile(tmp_path / "jobs.sqlite3", Log())
+        assert await file.do(file.read) == []
+        await file.do(file.add, row("first"), b"body", [])
+        (pages,) = await file.do(lambda: file._open.execute("PRAGMA page_count").fetchone())
+        for more in range(4):
+            await file.do(lambda most=pages + more: file._open.execute(f"PRAGMA max_page_count={most}"))
+            with pytest.raises(NotKept, match="disk is full; free space"):
+                await file.do(file.add, row("large"), bytes(1 << 20), ["first"])
+            with pytest.raises(NotKept, match="disk is full; free space"):
+                await file.do(file.end, "first", 2.0, Result(200, "", "", (), bytes(1 << 20)), [])
+            assert list(await file.do(file.nbytes)) == ["first"]
+        await file.do(lambda: file._open.execute("PRAGMA max_page_count=4294967294"))
+        await file.do(file.add, row("large"), bytes(1 << 20), ["first"])
+        assert await file.do(file.nbytes) == {"large": 1 << 20}
+        file.close()
+
+    asyncio.run(works())

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
@@ -159,6 +160,20 @@ def test_what_is_no_recording(tmp_path: Path, text: bytes) -> None:
         Recording(str(path))
     with pytest.raises(ConfigError, match="No such file or directory; give"):
         Recording(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", b"\xa1\xff", b"\x91" * 100_000])
+def test_frames_that_dormouse_has_not_written_are_said_to_be_none(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "record"
+    frame = FRAME.pack(len(body), zlib.crc32(body)) + body
+    path.write_bytes(MAGIC + frame)
+    with pytest.raises(ConfigError, match="it was not written by Dormouse"):
+        Recording(str(path))
+    write(path, [])
+    with path.open("ab") as file:
+        file.write(frame)
+    with pytest.raises(ConfigError, match="was recorded by Dormouse"):
+        read(path)
 
 
 @pytest.mark.parametrize("format_", [1, FORMAT + 1], ids=["before seats and turns", "later"])

@@ -18,6 +18,7 @@ def test_lines_without_comments() -> None:
     wanted = ["colours>=1", "rich[all]<99", "torch", "torch<3,>=2.11", "torch==2.13.0"]
     assert checked(text, TORCH).splitlines() == wanted
     assert checked("\n# nothing\n", TORCH) == ""
+    assert checked("\ufeffcolours\n", TORCH) == "colours\n", "as editors on Windows save it"
     hashed = "colours==1 --hash=sha256:00 --hash=sha256:0f"
     assert checked(hashed, TORCH) == checked(hashed.replace(" --", "\\\r\n --"), TORCH) == f"{hashed}\n"
 
@@ -49,6 +50,7 @@ def test_what_is_not_for_here_is_not_looked_at() -> None:
         ("colours==1 --hash=${HTTP_PROXY}", "bad_requirements", "is no requirement"),
         ('colours; os_name ~= "x"', "bad_requirements", "is no requirement"),
         ('colours; "a" === "b"', "bad_requirements", "is no requirement"),
+        (f"torch==1.{'9' * 5000}", "bad_requirements", "is no requirement"),
         (f'colours; {"(" * 5000}os_name == "a"{")" * 5000}', "bad_requirements", "is no requirement"),
     ],
 )
@@ -69,6 +71,7 @@ def test_of_a_project_its_dependencies_count() -> None:
     for text in (
         "[project\n",
         f"x = {'[' * 5000}{']' * 5000}",
+        f"x = {'9' * 5000}",
         '[project]\ndependencies = "rich"\n',
         '[project]\ndependencies = ["a\\nb"]\n',
     ):

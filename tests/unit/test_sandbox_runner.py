@@ -24,6 +24,13 @@ from dormouse.client_shim.node.router_port import interruptible
 from dormouse.client_shim.stream.failures import ExecutorLost, exception
 
 
+def levels(count: int, inside: Any) -> Any:
+    """More than the fast encoder takes."""
+    for _ in range(count):
+        inside = [inside]
+    return inside
+
+
 @pytest.mark.parametrize(
     ("value", "json"),
     [
@@ -49,6 +56,7 @@ def test_encode(value: object, json: str) -> None:
         (object(), "type object"),
         ("x" * 2000, "at most 1000"),
         ("\ud800", "not JSON"),
+        (levels(300, "\ud800"), "not JSON"),
     ],
 )
 def test_what_is_not_json(value: object, words: str) -> None:
@@ -170,6 +178,37 @@ def test_a_report_is_bounded_and_says_what_exit_means() -> None:
     assert len(long) < report.MAX_CHARS + 100
     assert "left out" in long
     assert "handle() asked to exit" in report.describe(SystemExit(1), "handle()")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def test_of_an_error_that_cannot_say_itself_there_is_a_report() -> None:
+    odd = SyntaxError("odd")
+    odd.lineno, odd.text = 1, 5  # type: ignore[assignment]
+    for error in (Mute(), ExceptionGroup("all", [Mute()]), odd):
+        assert report.limit(error) == ""
+        assert type(error).__name__ in report.describe(error)
+    memory = type("Memory", (MemoryError, Mute), {})()
+    assert report.limit(memory) == "memory"
+
+
+def test_a_report_can_travel() -> None:
+    text = report.describe(ValueError("half \ud800 of a pair"))
+    assert text.encode().decode() == "ValueError: half \\ud800 of a pair"
+    assert len(report.describe(ValueError("\ud800" * 100_000)).encode()) < report.MAX_CHARS + 100
+
+
+def test_a_report_of_thousands_of_causes_is_one() -> None:
+    last = error = ValueError("first of them")
+    for number in range(5000):
+        last.__context__ = ValueError(number)
+        last = last.__context__
+    text = report.describe(error)
+    assert text.endswith("ValueError: first of them")
+    assert len(text) < report.MAX_CHARS + 100
 
 
 def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,6 +429,15 @@ def test_d1_archives_that_reach_for_more(
     assert left(snapshots) == [BLOBS]
 
 
+def test_d1_an_archive_with_holes_makes_nothing_large(snapshots: Snapshots, upload: Upload, tmp_path: Path) -> None:
+    """Two kilobytes that would be terabytes of zeros."""
+    holes = member("f.py")
+    holes.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 42)}
+    assert refusal(unpacked, upload, tarred((holes, b"")), tmp_path) == (400, "bad_file")
+    upload.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
 def test_d1_archives_that_are_too_much_or_none(upload: Upload, tmp_path: Path) -> None:
     whole = tarred((member("f.py"), b"code" * 1000))
     described = tarred((member("x" * 70_000), b""))  # a name in a header of its own

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -263,6 +264,14 @@ def test_a_sender_keeps_to_the_window_and_loses_nothing(sizes: list[int]) -> Non
     assert wire.most_nbytes <= m.STREAM_WINDOW_NBYTES
     assert [each.kind is not None for each in wire.sent] == [True] + [False] * (len(wire.sent) - 1)
     assert wire.sent[0].kind == (m.RAW if sizes else m.SSE)
+
+
+def test_views_of_other_items_are_bytes_too() -> None:
+    wire = Wire()
+    sender = PartSender(5, wire.send, wire.wait_taken)
+    for view in (memoryview(b"abcd")[::2], np.zeros((0, 4)).data, np.arange(2, dtype=">i2").data):
+        sender.put(view)
+    assert [each.body for each in wire.sent] == [b"ac", b"", b"\0\0\0\1"]
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"]))), st.integers(1, 7))

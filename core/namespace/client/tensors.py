@@ -73,6 +73,8 @@ def decoded(reply: HttpReply) -> dict[str, Any]:
     try:
         length = int(reply.headers.get(_LENGTH, len(reply.content)))
         data = memoryview(reply.content)
+        if not 0 <= length <= len(data):
+            raise ValueError(f"its JSON is to have {length} bytes, and {len(data)} came")
         said, start, found = json.loads(reply.content[:length])["outputs"], length, {}
         for each in said:
             nbytes = each["parameters"]["binary_data_size"]
@@ -83,7 +85,7 @@ def decoded(reply: HttpReply) -> dict[str, Any]:
             found[each["name"]] = _read(each["datatype"], each["shape"], piece)
         if start != len(data):
             raise ValueError(f"{len(data)} bytes came, and {start} were announced")
-    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         raise BadAnswer(f"the answer is none of the Open Inference Protocol: {error}") from error
     return found
 
@@ -105,5 +107,5 @@ def _read(datatype: str, shape: list[int], data: memoryview) -> Any:
         torch = sys.modules.get("torch")
         if torch is None:
             raise ValueError("it has BF16, of which NumPy has no arrays: import torch first, to have it as a tensor")
-        return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).reshape(shape)
+        return torch.from_numpy(np.frombuffer(bytearray(data), "<i2").reshape(shape)).view(torch.bfloat16)
     return np.frombuffer(bytearray(data), _NUMBERS[datatype]).reshape(shape)

@@ -163,17 +163,25 @@ def decoded(reply: HttpReply) -> Any:
         if kind == JSON:
             return json.loads(reply.content)
         if kind == NPY:
-            import io
-
-            import numpy
-
-            return numpy.load(io.BytesIO(reply.content), allow_pickle=False)
+            return _array(reply.content)
         if kind == SSE:
             events = Events()
             return [*events.feed(reply.content), *events.end()]
     except (ValueError, RecursionError) as error:
         raise BadAnswer(f"the answer is said to be {kind} and is not: {error}") from error
     return reply.content
+
+
+def _array(data: bytes) -> Any:
+    """Raises ValueError."""
+    import io
+
+    import numpy
+
+    try:
+        return numpy.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # whatever a stranger's bytes make NumPy raise
+        raise ValueError(error) from error
 
 
 def content_type(headers: Mapping[str, str]) -> str:
@@ -189,7 +197,7 @@ def error_of(reply: HttpReply) -> ApiError | BadAnswer:
             error = {"code": code, "message": message, "request_id": reply.headers.get("x-request-id")}
         code, message = str(error["code"] or ""), str(error["message"])
         request_id, param = str(error.get("request_id") or ""), str(error.get("param") or "")
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return BadAnswer(f"an answer of status {reply.status} that is not a Dormouse node's: {reply.content[:200]!r}")
     kind = kind_of(reply.status, code)
     return kind(reply.status, code, message, request_id, retry_after_s(reply.headers), param)
@@ -209,14 +217,19 @@ class Events:
     """Values of an event stream, from its bytes as they come. An error in it is raised when its value is taken."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # of a line that has not ended
         self._data: list[bytes] = []
         self._kind = b""
         self._ended = False
 
     def feed(self, data: bytes) -> list[Any]:
         """The values that are whole by now. Raises ApiError, BadAnswer."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        first, *more = data.split(b"\n")
+        self._rest.append(first)
+        if not more:
+            return []
+        lines = [b"".join(self._rest), *more[:-1]]
+        self._rest = [more[-1]]
         values = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -233,7 +246,7 @@ class Events:
 
     def end(self) -> list[Any]:
         """Nothing more comes. Raises BadAnswer."""
-        if self._rest or self._data:
+        if any(self._rest) or self._data:
             raise BadAnswer("the stream ended in the middle of an event")
         return []
 
@@ -268,5 +281,5 @@ def _value(text: bytes) -> Any:
     """Events that are no JSON are text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.decode("utf-8", errors="replace")
