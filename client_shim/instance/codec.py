@@ -119,7 +119,7 @@ def _finite(value: Any) -> bool:
             if not math.isfinite(item):
                 return False
         elif isinstance(item, dict):
-            todo.extend(item.values())
+            todo.extend((*item, *item.values()))
         elif isinstance(item, list | tuple):
             todo.extend(item)
         elif isinstance(item, np.ndarray | np.generic):

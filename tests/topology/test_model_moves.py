@@ -99,3 +99,7 @@ def test_what_is_wrong_is_said(node: TestNode, send: Sender) -> None:
     assert move(send, "load", config="{}").status == 400
     assert send("POST", "/v2/repository/models/w/load", b"[]").status == 400
     assert send("POST", "/v2/repository/models/w/load", bytes(70 << 10)).status == 413
+    for deep in (b'{"parameters": {"tier": ' + b"[" * 30_000, b'{"other": ' + b"[" * 30_000 + b"]" * 30_000 + b"}"):
+        for what in ("load", "unload"):
+            reply = send("POST", f"/v2/repository/models/w/{what}", deep)
+            assert (reply.status, reply.error.split(":")[0]) == (400, "bad_body"), reply.data

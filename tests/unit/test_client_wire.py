@@ -226,7 +226,9 @@ def test_errors_are_of_their_kind(status: int, code: str, kind: type[ApiError]) 
     assert (error.status, error.code, error.message, error.retry_after_s) == (status, code, "no", None)
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "no"}', b'{"error": {"message": 1}}', b"\xff", b"[" * 99_999])
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"[]", b'{"error": "no"}', b'{"error": {"message": 1}}', b"\xff", b"[" * 99_999]
+)
 def test_an_error_of_something_else_is_said_to_be_one(body: bytes) -> None:
     assert isinstance(error_of(HttpReply(502, {}, body)), BadAnswer)
 

@@ -57,6 +57,7 @@ def test_encode(value: object, json: str) -> None:
         ("x" * 2000, "at most 1000"),
         ("\ud800", "not JSON"),
         (levels(300, "\ud800"), "not JSON"),
+        ({math.nan: 1}, "NaN"),
     ],
 )
 def test_what_is_not_json(value: object, words: str) -> None:
