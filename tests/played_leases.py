@@ -291,3 +291,7 @@ class Played:
 
 def kinds(messages: list[Any]) -> list[str]:
     return [type(message).__name__ for message in messages]
+
+
+def states_of(played: Played) -> dict[str, str]:
+    return {lease.instance: lease.state.value for lease in played.machine.leases.values()}

@@ -98,3 +98,7 @@ def one(actions: list[e.Action], kind: type[Any]) -> Any:
 def fails_with(actions: list[e.Action], request: int, code: str, status: int) -> None:
     fail = one(actions, e.Fail)
     assert (fail.request, fail.failure.code, fail.failure.status) == (request, code, status)
+
+
+def damaged() -> m.Failure:
+    return m.Failure(code="model_damaged", status=503, text="segment 7", retryable=True)

@@ -1,5 +1,5 @@
-"""The router's policy on functions of whose commands executors die: a script per rule (test_router_policy.py has all of
-them at random).
+"""The router's policy on functions of whose commands executors die: a script per rule (test_router_in_any_order.py
+has all of them at random).
 """
 
 from router_rig import Rig, fails_with, lease, loaded, one, said, spec

@@ -1,0 +1,220 @@
+"""The scheduling core's seats and turns: a scripted test per rule."""
+
+import pytest
+from msgspec import structs
+from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler, turn, wake_of
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.schemas.messages import PoolStats
+from dormouse.schemas.policy import Policy
+
+
+def test_a_turn_that_is_not_used_goes_to_one_who_waits_and_comes_back() -> None:
+    core = scheduler(gpus=1)
+    for name in "abc":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert ask(core, 2, "b", 0.01) == []
+    paused, wake = core.handle(turn(ev.TurnIdle, first), 0.03)
+    assert paused == ev.PauseOn(0, first.lease.serial)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.request == 2
+    assert core.handle(turn(ev.TurnWanted, first), 0.04) == []  # b uses its turn
+    assert [w.request for w in core.waiting.values()] == [1]
+    assert ask(core, 3, "c", 0.05) == []
+    actions = core.handle(over(wake, copied=GIB), 0.06)
+    assert [a for a in actions if not isinstance(a, ev.FinishLease)] == [ev.TurnOn(0, first.lease.serial)]
+    assert only_wake(core.handle(over(first, copied=GIB), 0.08)).request == 3
+    core.check()
+
+
+@pytest.mark.parametrize(("placement", "small_nbytes"), [("completion", 2 * GIB), ("bound", 6 * GIB)])
+def test_a_turn_is_taken_where_the_only_room_is(placement: str, small_nbytes: int) -> None:
+    """GPU 0 is free and has no room; on GPU 1, a lease does not use its turn. Waiting for it would be for ever."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(placement=placement))
+    core.handle(ev.ExecutorUp(0, 1, PoolStats(weights_nbytes=small_nbytes - GIB, free_nbytes=GIB)), 0.0)
+    core.handle(ev.ExecutorUp(1, 1, pool(16 * GIB)), 0.0)
+    add_model(core, "first", 4 * GIB)
+    add_model(core, "second", 5 * GIB)
+    first = only_wake(ask(core, 1, "first"))
+    assert first.lease.gpu == 1
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    paused, wake = ask(core, 2, "second", 0.05)
+    assert paused == ev.PauseOn(1, first.lease.serial)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.lease.gpu == 1
+    core.check()
+
+
+def test_another_instance_of_a_function_computes_on_another_gpu() -> None:
+    """Though the first does not use its turn just now, and its GPU has the whole model already."""
+    core = scheduler()
+    for name in ("a-1", "a-2"):
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a-1"))
+    core.handle(ev.Evicted(first.lease.gpu, 1, (("a-1", GIB), ("a-2", GIB)), pool(4 * GIB, GIB)), 0.1)
+    core.handle(turn(ev.TurnIdle, first), 0.2)
+    assert only_wake(ask(core, 2, "a-2", 0.3)).lease.gpu != first.lease.gpu
+
+
+def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert core.handle(turn(ev.TurnIdle, first), 0.03) == []
+    assert core.handle(turn(ev.TurnBusy, first), 0.04) == []
+    assert ask(core, 2, "b", 0.05) == []
+    core.check()
+
+
+def test_no_turn_is_taken_while_another_gpu_has_one() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100)
+    core.handle(ev.ExecutorUp(0, 1, pool(8 * GIB)), 0.0)
+    core.handle(ev.ExecutorUp(1, 1, pool(4 * GIB)), 0.0)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert first.lease.gpu == 0  # it has most room
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    (wake,) = ask(core, 2, "b", 0.04)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.lease.gpu == 1
+    core.check()
+
+
+def test_two_turns_on_one_gpu() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
+    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
+    for name in "abc":
+        add_model(core, name, GIB)
+    first, second = only_wake(ask(core, 1, "a")), only_wake(ask(core, 2, "b"))
+    assert first.lease.gpu == second.lease.gpu == 0
+    assert ask(core, 3, "c") == []
+    assert only_wake(core.handle(over(second, copied=GIB), 0.1)).request == 3
+    core.check()
+
+
+def test_time_without_a_turn_is_no_time_of_the_function() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "a")), copied=0), 0.0)
+    first = only_wake(ask(core, 2, "a", 10.0))
+    ask(core, 3, "b", 10.0)
+    wake = only_wake(core.handle(turn(ev.TurnIdle, first), 10.02))
+    core.handle(turn(ev.TurnWanted, first), 15.0)
+    core.handle(over(wake, copied=GIB), 20.0)
+    core.handle(over(first), 20.01)
+    run_s = core.functions["a"].run_s
+    assert run_s is not None
+    assert run_s == pytest.approx(0.2 * 0.03, abs=1e-6)  # a fifth of the newest: 20 ms and 10 ms
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_lease_without_a_command(missing: bool) -> None:
+    """Its executor is told with the next that it hears, and says Done only if a model had to be brought."""
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    if not missing:
+        core.handle(over(only_wake(ask(core, 1, "a")), copied=GIB), 0.1)
+    wake = only_wake(ask(core, 2, "a", 0.2))
+    serial = wake.lease.serial
+    actions = core.handle(ev.Answered(2, False), 0.3)
+    if missing:
+        assert actions == [ev.OverOn(0, (serial,))]
+        (finished,) = core.handle(over(wake, copied=GIB), 0.4)
+    else:
+        (finished,) = actions
+        assert core.handle(turn(ev.TurnIdle, wake), 0.35) == [ev.OverOn(0, (serial,))]
+        assert only_wake(ask(core, 3, "a", 0.4)).over == ()
+        core.handle(ev.Answered(3, False), 0.5)
+        assert only_wake(ask(core, 4, "a", 0.6)).over == (serial + 1,)
+    assert isinstance(finished, ev.FinishLease)
+    assert finished.request == 2
+    core.check()
+
+
+def test_what_load_writes_is_no_change_by_a_request() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    for counts in (False, True):
+        (wake,) = core.handle(ev.Asked(int(counts), "a", 9.0, 1, counts), 0.0)
+        assert isinstance(wake, ev.WakeOn)
+        event = over(wake)
+        wrote = ev.LeaseOver(event.gpu, event.epoch, structs.replace(event.done, wrote=True))
+        (finished,) = core.handle(wrote, 0.1)
+        assert isinstance(finished, ev.FinishLease)
+        assert finished.wrote == counts
+
+
+def test_a_lease_that_is_answered_and_not_given_back_is_revoked() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    assert core.handle(ev.Answered(1, True), 1.0) == []
+    assert core.next_deadline_s == 6.0
+    assert core.handle(ev.Tick(), 6.0) == [ev.RevokeOn(0, wake.lease.serial)]
+    core.handle(over(wake, outcome="revoked"), 6.1)
+    assert core.next_deadline_s is None
+
+
+def test_an_instance_that_dies_without_its_turn_gives_its_seat_back() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    core.handle(turn(ev.TurnWanted, first), 0.04)
+    actions = core.handle(ev.InstanceLost("a"), 0.05)
+    assert actions == [ev.RevokeOn(0, first.lease.serial), ev.ForgetInstance("a")]
+    assert not core.waiting
+    core.check()
+    core.handle(over(first, outcome="revoked"), 0.06)
+    core.check()
+
+
+def test_a_gpu_is_lost_while_four_hold_seats() -> None:
+    core = scheduler(gpus=1, total_nbytes=8 * GIB)
+    for name in "abcd":
+        add_model(core, name, GIB)
+    for request, name in enumerate("abcd", 1):
+        wake = only_wake(ask(core, request, name))
+        if request < 4:
+            core.handle(turn(ev.TurnIdle, wake), 0.01)
+    core.handle(turn(ev.TurnWanted, wake_of(core, "b")), 0.02)
+    assert core.handle(ev.ExecutorDown(0), 0.03) == [ev.LoseLease(request) for request in (1, 2, 3, 4)]
+    assert not core.waiting
+    core.check()
+
+
+def test_a_request_that_wanted_its_turn_when_its_gpu_was_lost_is_asked_again() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    core.handle(turn(ev.TurnWanted, first), 0.04)
+    core.handle(ev.ExecutorDown(0), 0.05)
+    assert ask(core, 1, "a") == []
+    core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 0.06)
+    assert core.gpus[0].running is not None
+    assert core.gpus[0].running.request == 1
+    core.check()
+
+
+def test_whose_request_evicted_it_is_not_guessed_of_two() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
+    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
+    for name in "abc":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "c"))), 0.1)
+    for request, expected in ((2, "a"), (3, "")):
+        ask(core, request, "ab"[request - 2])
+        core.handle(ev.Evicted(0, 1, (("c", GIB // request),), pool(4 * GIB)), 0.2)
+        last = core.counts("c").last_eviction
+        assert last is not None
+        assert last.function == expected
