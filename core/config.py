@@ -41,7 +41,7 @@ YEAR_MS: Final = 365 * 24 * 3_600_000
 
 def parse_nbytes(text: str | int) -> int:
     """``"2GiB"``, ``"512 MB"`` or a number of bytes. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
@@ -52,7 +52,7 @@ def parse_nbytes(text: str | int) -> int:
 
 def parse_duration_ms(text: str | int | float) -> int:
     """``"80ms"``, ``"2s"``, ``"5m"`` or a number of milliseconds. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", str(text))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", str(text).strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; write a number and one of ms, s, m, h")
     milliseconds = float(match[1]) * {"ms": 1, "": 1, "s": 1000, "m": 60_000, "h": 3_600_000}[match[2]]

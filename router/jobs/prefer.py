@@ -12,8 +12,10 @@ from dormouse.router.front.exchange import refuse
 
 _TOKEN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _VALUE: Final = rf'(?:{_TOKEN}|"(?:[^"\\]|\\.)*")'
-_ONE: Final = rf"{_TOKEN}(?:\s*=\s*{_VALUE}?)?"
-_PREFERENCE: Final = re.compile(rf"\s*({_TOKEN})(?:\s*=\s*({_VALUE})?)?(?:\s*;\s*(?:{_ONE})?)*\s*(?:,|$)")
+_PARAMETER: Final = rf"{_TOKEN}\s*(?:=\s*(?:{_VALUE}\s*)?)?"
+_PREFERENCE: Final = re.compile(rf"\s*({_TOKEN})\s*(?:=\s*(?:({_VALUE})\s*)?)?(?:;\s*(?:{_PARAMETER})?)*(?:,|$)")
+"""There is one way to read a text: where two parts of it could have the same spaces, thirty would take for ever."""
+
 _KEY: Final = re.compile(rb"[\x21-\x7e]{1,255}")
 
 MOST_WAIT_S: Final = 60

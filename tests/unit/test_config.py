@@ -26,6 +26,15 @@ def test_what_is_not_a_size(text: str) -> None:
         parse_nbytes(text)
 
 
+@pytest.mark.parametrize("spaces", [" " * 10**6, "\t\n" * 10**6])
+def test_spaces_take_as_long_as_they_are(spaces: str) -> None:
+    assert parse_nbytes(f"{spaces}2{spaces}KiB{spaces}") == 2048
+    assert parse_duration_ms(f"{spaces}2{spaces}s{spaces}") == 2000
+    for parse in (parse_nbytes, parse_duration_ms):
+        with pytest.raises(ConfigError):
+            parse(f"2{spaces}!")
+
+
 @pytest.mark.parametrize("text", ["8388608TiB", 10**30, "9" * 400 + "GB"])
 def test_a_size_that_no_machine_has(text: str | int) -> None:
     with pytest.raises(ConfigError, match="is more than any machine has; write less than 8 EiB"):

@@ -279,6 +279,16 @@ def test_what_cannot_be_read_is_refused(prefer: str) -> None:
     assert refused.value.close, "its body has not been read"
 
 
+@pytest.mark.parametrize("part", ["; ", ";  ", ";a= ", "; a =\t", ';a="b" ', "; ;", "\t= "])
+def test_a_header_takes_as_long_as_it_is(part: str) -> None:
+    """With two ways to read each part, the first of these would hold up the router for ever."""
+    for text in ("a" + part * 5000 + "@", "wait=1" + part * 40 + "@"):
+        with pytest.raises(HttpError):
+            wished([(b"prefer", text.encode())])
+    if "=" not in part:
+        assert wished([(b"prefer", b"wait=7" + part.encode() * 5000)]) == Preferences(wait_s=7)
+
+
 def test_several_headers_count_together_and_a_key_stands_once() -> None:
     two = [(b"prefer", b"respond-async"), (b"prefer", b"wait=1"), (b"idempotency-key", b'"a-1"')]
     assert wished(two) == Preferences(True, 1, '"a-1"')
