@@ -157,8 +157,8 @@ class Controller(Actor):
                 self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts, batch))
             case m.Met(function=function, latency_ms=latency_ms):
                 self._perform(ev.RequestAnswered(function, latency_ms / 1000))
-            case m.BatchWaits(request=request, left_ms=left_ms):
-                self._perform(ev.BatchGrew(request, service.deadlines(left_ms, self.loop.time())))
+            case m.BatchWaits(request=request, came=came, left=left):
+                self._perform(ev.BatchChanged(request, service.deadlines(came, self.loop.time()), tuple(left)))
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():

@@ -26,10 +26,10 @@ from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
-FORMAT: Final = 6
-"""5: with what batches took before, 4: with batches of requests, 3: with tenants and their shares, and what runtimes
-have to compute, 2: with seats and turns. A reader of an older one would not see the last fields of events and actions,
-and decide something else without saying so.
+FORMAT: Final = 7
+"""7: with what has changed of a batch that waits, and not all of it again, 5: with what batches took before, 4: with
+batches of requests, 3: with tenants and their shares, and what runtimes have to compute, 2: with seats and turns. A
+reader of an older one would not see the last fields of events and actions, and decide something else without saying so.
 """
 
 MAGIC: Final = b"dormouse recording\n"

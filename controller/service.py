@@ -55,15 +55,15 @@ def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) 
     return ""
 
 
-def deadlines(left_ms: list[int], now_s: float) -> tuple[float, ...]:
+def deadlines(requests: list[tuple[int, int]], now_s: float) -> tuple[tuple[int, float], ...]:
     """Of requests that have so long from now."""
-    return tuple(now_s + each / 1000 for each in left_ms)
+    return tuple((ticket, now_s + left_ms / 1000) for ticket, left_ms in requests)
 
 
 def wanted_batch(asked: m.BatchAsk | None, now_s: float) -> ev.BatchWanted | None:
     if asked is None:
         return None
-    return ev.BatchWanted(deadlines(asked.left_ms, now_s), asked.most, asked.wait_ms / 1000)
+    return ev.BatchWanted(deadlines(asked.requests, now_s), asked.most, asked.wait_ms / 1000)
 
 
 def known_instance(up: m.InstanceUp) -> ev.InstanceKnown:

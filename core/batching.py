@@ -6,8 +6,10 @@ the default, there is no rule: a prompt is computed as soon as its runtime has a
 Requests of other functions wait by RequestBatches (controller/scheduling/gathering.py).
 """
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from statistics import median_low
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -107,53 +109,89 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}  # by count
+        self._counts: list[int] = []  # of which something is known, in order
         self.known: dict[int, float] = {}  # medians, by count
 
     def took(self, count: int, seconds: float) -> None:
-        recent = self._recent.setdefault(count, deque(maxlen=RECENT))
+        if count not in self._recent:
+            self._recent[count] = deque(maxlen=RECENT)
+            insort(self._counts, count)
+        recent = self._recent[count]
         recent.append(seconds)
-        self.known[count] = median_low(recent)
+        self.known[count] = median_low(recent)  # of an even number, the one that has waited for no copy
 
     def of(self, count: int) -> float | None:
         """Between two that are known, on the line between them. Beyond the largest, as if nothing were gained by more;
         below the smallest, as if nothing were by fewer. None: nothing is known.
         """
-        less = max((each for each in self.known if each <= count), default=None)
-        more = min((each for each in self.known if each >= count), default=None)
-        if less is None or more is None:
-            found = less or more
-            return None if found is None else self.known[found] * max(1.0, count / found)
-        if less == more:
-            return self.known[less]
+        if (known := self.known.get(count)) is not None or not self._counts:
+            return known
+        at = bisect_left(self._counts, count)
+        if not 0 < at < len(self._counts):
+            found = self._counts[min(at, len(self._counts) - 1)]
+            return self.known[found] * max(1.0, count / found)
+        less, more = self._counts[at - 1 : at + 1]
         part = (count - less) / (more - less)
         return self.known[less] + part * (self.known[more] - self.known[less])
+
+
+class BatchRequests:
+    """Requests that wait for one lease, and when each is to be answered. Numbers are in order of arrival."""
+
+    def __init__(self, came: Iterable[tuple[int, float]]) -> None:
+        self._due_s: dict[int, float] = {}  # by number
+        self.earliest_s = inf
+        self.change(came, ())
+
+    def change(self, came: Iterable[tuple[int, float]], left: Iterable[int]) -> None:
+        """What has left may never have been here."""
+        for number, due_s in came:
+            self._due_s[number] = due_s
+            self.earliest_s = min(self.earliest_s, due_s)
+        gone = [self._due_s.pop(number) for number in left if number in self._due_s]
+        if gone and min(gone) <= self.earliest_s:
+            self.earliest_s = min(self._due_s.values(), default=inf)
+
+    def in_order(self) -> list[float]:
+        return [due_s for _, due_s in sorted(self._due_s.items())]
+
+    def __len__(self) -> int:
+        return len(self._due_s)
 
 
 class RequestBatches:
     """When requests of a function begin as a batch of at most ``most``.
 
-    With ``longest_s`` 0 at once, with all that there are. Else one more is waited for while it is expected to come
-    sooner than it saves time, T(n) + T(1) - T(n+1), and none would be late for it (``deadline_s``); never longer than
-    ``longest_s``. As long as T is not known, nobody waits.
+    With ``longest_s`` 0 at once, with all that there are: no GPU is idle while a request waits. Else one more is waited
+    for, whether a GPU is idle or not, while that is expected to save more time of a GPU, T(n) + T(1) - T(n+1), than it
+    takes, and none would be late for it (``deadline_s``); never longer than ``longest_s``. As long as T is not known,
+    nobody waits.
+
+    Who waits for the next one waits for min(gap, longest_s), and saves time only if the gap was the shorter one. So the
+    recent means of these two are what is learned of arrivals. A pause is then one gap in which nobody has come, however
+    long it was: with the mean of gaps themselves, or a rate that decays, an hour without requests would say that nobody
+    comes, when sixteen clients come back at once.
     """
 
     def __init__(self, most: int, longest_s: float, deadline_s: float) -> None:
         self.follow(most, longest_s, deadline_s)
         self.times = BatchTimes()
-        self._gap_s: float | None = None  # recent time between two arrivals
-        self._came_s = 0.0
+        self._waited_s = 0.0  # recent mean of gaps between arrivals, each as longest_s at most
+        self._came = 0.0  # recent share of those that were shorter
+        self._last_s: float | None = None  # the last arrival
 
     def follow(self, most: int, longest_s: float, deadline_s: float) -> None:
         """These from now on."""
         self.most, self.longest_s, self.deadline_s = most, longest_s, deadline_s
 
-    def came(self, count: int, now_s: float) -> None:
-        """So many, heard together: they have come one by one since the last ones."""
-        gap_s, first = (now_s - self._came_s) / count, self._came_s == 0.0
-        self._came_s = now_s
-        if not first:
-            before = gap_s if self._gap_s is None else self._gap_s
-            self._gap_s = before + LEARNS * (gap_s - before)
+    def came(self, at_s: float) -> None:
+        """A request; it may be heard of later."""
+        last_s = at_s if self._last_s is None else self._last_s
+        if self._last_s is not None and self.longest_s > 0.0:
+            gap_s = at_s - last_s
+            self._waited_s += LEARNS * (min(max(0.0, gap_s), self.longest_s) - self._waited_s)
+            self._came += LEARNS * ((gap_s < self.longest_s) - self._came)
+        self._last_s = max(last_s, at_s)
 
     def size(self, left_s: Sequence[float]) -> int:
         """How many of these requests, the first ones, are to be the next batch: as many as leave most of all of them in
@@ -162,19 +200,23 @@ class RequestBatches:
         some = left_s[: self.most]
         if self.times.of(1) is None:
             return len(some)
-        return max(range(1, len(some) + 1), key=lambda count: (self._in_time(some, count), count), default=0)
-
-    def _in_time(self, left_s: Sequence[float], count: int) -> int:
-        took_s = self.times.of(count) or 0.0
-        rest_s = took_s + (self.times.of(len(left_s) - count) or 0.0)
-        return sum(left >= took_s for left in left_s[:count]) + sum(left >= rest_s for left in left_s[count:])
+        first, rest = list[float](), sorted(some)  # both in order: one moves over for each size
+        most, size = -1, 0
+        for count, left in enumerate(some, 1):
+            insort(first, left)
+            del rest[bisect_left(rest, left)]
+            took_s = self.times.of(count) or 0.0
+            rest_s = took_s + (self.times.of(len(rest)) or 0.0)
+            in_time = len(some) - bisect_left(first, took_s) - bisect_left(rest, rest_s)
+            if in_time >= most:
+                most, size = in_time, count
+        return size
 
     def wait_s(self, count: int, waited_s: float) -> float:
         """How long ``count`` requests, the first of which has waited so long, wait for one more."""
         now, one, more = (self.times.of(each) for each in (count, 1, count + 1))
-        if count >= self.most or now is None or one is None or more is None or self._gap_s is None:
+        if count >= self.most or now is None or one is None or more is None:
             return 0.0
-        gained_s = now + one - more
-        if self._gap_s >= gained_s:
+        if self._came * (now + one - more) <= self._waited_s:
             return 0.0
         return max(0.0, min(self.longest_s - waited_s, self.deadline_s - waited_s - more))

@@ -116,11 +116,11 @@ class ModelSized(_Event, frozen=True):
 
 
 class BatchWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Requests that wait for one lease, at most ``most`` of which it is to serve: when each is to be answered, in order
-    of arrival. They may wait for more for ``longest_s`` in all.
+    """Requests that wait for one lease, at most ``most`` of which it is to serve: of each its number and when it is to
+    be answered. Numbers are in order of arrival. They may wait for more for ``longest_s`` in all.
     """
 
-    deadlines: tuple[float, ...]
+    requests: tuple[tuple[int, float], ...]
     most: int
     longest_s: float
 
@@ -138,11 +138,12 @@ class Asked(_Event, frozen=True):
     batch: BatchWanted | None = None
 
 
-class BatchGrew(_Event, frozen=True):
-    """The requests that wait for this lease are these now; some may have left."""
+class BatchChanged(_Event, frozen=True):
+    """Requests have come to those that wait for this lease, as in BatchWanted, or have left them."""
 
     request: int
-    deadlines: tuple[float, ...]
+    came: tuple[tuple[int, float], ...] = ()
+    left: tuple[int, ...] = ()
 
 
 class Released(_Event, frozen=True):
@@ -327,7 +328,7 @@ Event = (
     | PreloadOver
     | StepsTimed
     | RuntimesOn
-    | BatchGrew
+    | BatchChanged
     | RequestAnswered
     | BringAsked
     | KeptAway

@@ -238,8 +238,8 @@ class Function:
         """A lease, or the wish for one, is over. ``hindered_s``: how long other requests have kept it waiting."""
         if not waiting.counts:
             return
-        if waiting.batch:
-            for index, deadline_s in enumerate(waiting.batch[: waiting.size]):
+        if waiting.batch is not None:
+            for index, deadline_s in enumerate(waiting.batch.in_order()[: waiting.size]):
                 self._settled(waiting, deadline_s, now_s > deadline_s, index < waiting.failures, now_s, hindered_s)
         else:
             self._settled(waiting, waiting.deadline_s, late, waiting.failed, now_s, hindered_s)

@@ -210,9 +210,8 @@ class Granting:
         running = Running(waiting, lease, now_s)
         running.cold = model.runtime != "" and model.runtime not in gpu.runtimes
         running.wakes = model.runtime != "" and model.resident.get(number, 0) < model.nbytes
-        if waiting.batch and (batches := waiting.function.batches) is not None:
-            waiting.size = batches.size([deadline_s - now_s - copy_s for deadline_s in waiting.batch])
-            model.told = max(0, model.told - waiting.size)
+        if waiting.batch is not None and (batches := waiting.function.batches) is not None:
+            waiting.size = batches.size([due_s - now_s - copy_s for due_s in waiting.batch.in_order()])
         running.ends_s = now_s + waiting.function.predicted_s(copy_s, waiting.size)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer

@@ -252,7 +252,7 @@ class Inventory:
         hindered_s = running.started_s - waiting.arrived_s + max(0.0, copy_s - alone_s)
         if running.revoked_until_s is None:
             function.measured(running.used_s, copy_s, waiting.size)
-        if running.revoked_until_s is None and waiting.batch:
+        if running.revoked_until_s is None and waiting.batch is not None:
             self._ended[running.request] = EndedBatch(waiting, now_s, hindered_s, copy_s, running.used_s)
             if running.answered is not None:
                 self.batch_answered(running.request, *running.answered)

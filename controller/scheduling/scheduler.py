@@ -25,7 +25,7 @@ from dormouse.controller.scheduling.events import (
     Action,
     Answered,
     Asked,
-    BatchGrew,
+    BatchChanged,
     BringAsked,
     Event,
     Evicted,
@@ -78,6 +78,7 @@ from dormouse.controller.scheduling.shares import Shares
 from dormouse.controller.scheduling.state import Model, Running, Waiting
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.scheduling.turns import FreeTurns
+from dormouse.core.batching import BatchRequests
 from dormouse.schemas.messages import Failure
 from dormouse.schemas.policy import DEFAULT, Policy
 
@@ -138,8 +139,8 @@ class Scheduler:
         match event:
             case Asked():
                 self._asked(event, now_s, actions)
-            case BatchGrew():
-                self._batch_grew(event, now_s, actions)
+            case BatchChanged():
+                self._batch_changed(event, now_s, actions)
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
             case Answered():
@@ -187,8 +188,8 @@ class Scheduler:
             case BringAsked() | KeptAway():
                 self._preloading.wished(event)
             case Tick():
-                for asked in self._gathering.due(now_s):
-                    self._wants(asked, now_s)
+                for asked, batch in self._gathering.due(now_s):
+                    self._wants(asked, batch, now_s)
                 self._queue.let_go_overdue(now_s)
                 if self._queue.rations_s <= now_s and self._rationing.next_s <= now_s:
                     self._queue.let_rationed(now_s)
@@ -257,42 +258,42 @@ class Scheduler:
             text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
-        if event.batch is not None and not event.batch.deadlines:
+        if event.batch is not None and not event.batch.requests:
             actions.append(RefuseAsk(event.request, NOBODY))
             return
         model = self._books.model(event.instance, now_s)
         if event.version > model.version:
             model.version = event.version
+        batch = None
         if event.batch is None:
             model.function.arrived(now_s)
-        elif self._gathering.asked(event, model, now_s):
-            return
+        else:
+            batch = BatchRequests(event.batch.requests)
+            if self._gathering.asked(event, model, batch, now_s):
+                return
         self._used(model)
-        self._wants(event, now_s)
+        self._wants(event, batch, now_s)
 
-    def _wants(self, asked: Asked, now_s: float) -> None:
+    def _wants(self, asked: Asked, batch: BatchRequests | None, now_s: float) -> None:
         """It waits for a lease from now on."""
         model = self._books.model(asked.instance, now_s)
-        batch = () if asked.batch is None else asked.batch.deadlines
         self._queue.add(Waiting(asked.request, model, now_s, asked.deadline_s, asked.counts, batch), now_s)
 
-    def _batch_grew(self, event: BatchGrew, now_s: float, actions: list[Action]) -> None:
+    def _batch_changed(self, event: BatchChanged, now_s: float, actions: list[Action]) -> None:
         waiting = self.waiting.get(event.request)
-        if waiting is not None and waiting.batch and waiting.resumes is None:
-            heard(waiting.model, event.deadlines, now_s)
-            if event.deadlines:
-                waiting.batch, waiting.size = event.deadlines, len(event.deadlines)
-            else:
+        if waiting is not None and waiting.batch is not None and waiting.resumes is None:
+            heard(waiting.model, event.came, now_s)
+            waiting.batch.change(event.came, event.left)
+            waiting.measure()
+            if not waiting.batch:
                 self._queue.left(waiting, now_s)
                 actions.append(RefuseAsk(event.request, NOBODY))
         elif event.request in self._gathering:
-            if not event.deadlines:
-                model = self._gathering.left(event.request)
-                assert model is not None
-                heard(model, (), now_s)
+            asked, batch, waits = self._gathering.changed(event, now_s)
+            if not batch:
                 actions.append(RefuseAsk(event.request, NOBODY))
-            elif (asked := self._gathering.grew(event, now_s)) is not None:
-                self._wants(asked, now_s)
+            elif not waits:
+                self._wants(asked, batch, now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
         running = self._leases.by_request.get(request)

@@ -4,6 +4,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from dormouse.controller.scheduling.functions import Function, LastPreload
+from dormouse.core.batching import BatchRequests
 from dormouse.schemas.messages import Lease, PoolStats
 
 OVERRUN: Final = 0.5
@@ -39,7 +40,7 @@ class Waiting:
         arrived_s: float,
         deadline_s: float,
         counts: bool = True,
-        batch: tuple[float, ...] = (),
+        batch: BatchRequests | None = None,
     ) -> None:
         self.request = request
         self.model = model
@@ -53,14 +54,21 @@ class Waiting:
         self.counts = counts  # by its deadline
         self.failed = False  # its client has had an error
         self.failures = 0  # so many clients of its batch
-        self.batch = batch  # the deadlines of its requests, if it is for several
-        self.size = len(batch)  # how many of them it serves, once that is decided
+        self.batch = batch  # if it is for several
+        self.size = 0  # how many of them it serves, as far as is known before that is decided
+        self.measure()
         self.expected_s = 0.0  # until its first token on the GPU that was chosen, of a language model
         self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
 
     def __lt__(self, other: "Waiting") -> bool:
         """Only for an order's heap: a request that is asked again may meet itself there, as it waited before."""
         return False
+
+    def measure(self) -> None:
+        """Others are in its batch."""
+        if self.batch is not None:
+            assert self.function.batches is not None
+            self.size = min(len(self.batch), self.function.batches.most)
 
     @property
     def blocked(self) -> bool:
@@ -114,7 +122,7 @@ class Model:
         self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
-        self.told = 0  # requests that wait in the instance for a batch, as was told last
+        self.told = 0  # the highest number of a request that was told to wait in the instance for a batch
         self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
 
     def elsewhere(self, gpu: int) -> bool:

@@ -5,7 +5,8 @@ it, the core decides.
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import ASKS, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.front import Ask
+
+TOLD: Final = 2
+"""So many batches at most wait in a function's instance, and are told; more wait in the router's queue."""
 
 
 class BatchLine:
@@ -61,8 +65,8 @@ class BatchLines:
         insort(line.waiting, request)  # one that a GPU was lost with is where it was
         if line.asked is None:
             self._wants(line)
-        elif len(line.waiting) <= line.spec.batch:
-            self._tell(ev.BatchGrew(line.asked, self._deadlines(line)))
+        elif len(line.waiting) <= TOLD * line.spec.batch:
+            self._tell(ev.BatchChanged(line.asked, self._due([request])))
 
     def again(self, request: int) -> None:
         self.arrives(request)
@@ -74,13 +78,13 @@ class BatchLines:
         """Its next batch, if it has none."""
         if line.asked is None and line.lease is None and line.waiting:
             line.asked = line.waiting[0]
-            deadlines = self._deadlines(line)
-            wanted = ev.BatchWanted(deadlines, line.spec.batch, line.spec.batch_wait_s)
+            requests = self._due(line.waiting[: TOLD * line.spec.batch])
+            wanted = ev.BatchWanted(requests, line.spec.batch, line.spec.batch_wait_s)
             instance = self._names[self._who[line.asked]]
-            self._tell(ev.Asked(line.asked, instance, deadlines[0], 1, True, wanted))
+            self._tell(ev.Asked(line.asked, instance, requests[0][1], 1, True, wanted))
 
-    def _deadlines(self, line: BatchLine) -> tuple[float, ...]:
-        return tuple(self._due_s(each) for each in line.waiting[: line.spec.batch])
+    def _due(self, requests: Iterable[int]) -> tuple[tuple[int, float], ...]:
+        return tuple((each, self._due_s(each)) for each in requests)
 
     # --- what becomes of them
 

@@ -69,11 +69,6 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         raise ConfigError("batch_wait is of functions with batch: how many requests at most (--batch 8)")
     if settings.batch and settings.concurrency > 1:
         raise ConfigError("batch and concurrency are two ways to have many requests: leave one of the two out")
-    if settings.concurrency > 1 and settings.stateless:
-        text = (
-            f"concurrency is {settings.concurrency}, but a stateless function has instances: leave one of the two out"
-        )
-        raise ConfigError(text)
     if (settings.concurrency > 1 or settings.batch) and (settings.llm or is_llm):
         what = "batch" if settings.batch else "concurrency"
         why = "a language model has many requests at once anyway"

@@ -60,18 +60,18 @@ def acquire(
     return number
 
 
-def left_ms(p: RouterState, instance: Instance) -> list[int]:
-    """How long each request that it has, at most those of a batch, has until its deadline, in order of arrival."""
-    waiting = [p.requests[number] for each in instance.open if (number := p.tickets[each].request) is not None]
-    deadline_ms = instance.spec.deadline_ms
-    return [deadline_ms - int((p.now_s - each.arrived_s) * 1000) for each in waiting[: instance.spec.batch]]
+def left_ms(p: RouterState, instance: Instance, request: Request) -> int:
+    """How long it has until its deadline there."""
+    return instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
 
 
-def batch_changed(p: RouterState, instance: Instance) -> None:
-    """Requests have come to it, or left: the controller hears so while it decides on its next batch."""
+def batch_changed(p: RouterState, instance: Instance, came: Request | None = None, left: int = 0) -> None:
+    """A request has come, or that of a ticket left: the controller hears so while it decides on the next batch."""
     ticket = p.tickets.get(instance.own or 0)
-    if instance.spec.batch and ticket is not None and instance.own is not None and ticket.lease is None:
-        p.tell(m.BatchWaits(request=instance.own, left_ms=left_ms(p, instance)))
+    if not instance.spec.batch or ticket is None or instance.own is None or ticket.lease is not None:
+        return
+    new = [] if came is None else [(came.ticket, left_ms(p, instance, came))]
+    p.tell(m.BatchWaits(request=instance.own, came=new, left=[left] if left else []))
 
 
 def release(p: RouterState, number: int) -> None:
@@ -163,7 +163,7 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
         request.ticket, request.phase = number, Phase.RUNNING
         request.acquired_s = request.granted_s = request.moved_s = p.now_s
         p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
-        batch_changed(p, instance)
+        batch_changed(p, instance, came=request)
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
         if (llm := function.spec.llm) is not None:
             p.at(late_s(request, llm), t.FirstTokenDue(number))
@@ -176,9 +176,9 @@ def late_s(request: Request, llm: m.LlmSettings) -> float:
 
 def share_out(p: RouterState, function: ServedFunction) -> None:
     """Another instance serves. Of a language model's open requests, it gets its share of those that have no token yet,
-    the newest first; batches stay where they are.
+    the newest first; those of other functions stay where they are, for their code may run already.
     """
-    if function.spec.batch:
+    if function.spec.llm is None:
         feed(p, function)
         return
     serving = [each for each in map(p.instances.__getitem__, function.instances) if each.state.serves]

@@ -4,9 +4,11 @@ what becomes of them when the function turns out to have state. Pure: acts on a 
 A function that is deployed as stateless gets one more instance when all of this holds:
 
 * Every instance that it has holds a lease. One that is idle or loads will take a request soon; one that waits for a GPU
-  shows that instances are not what is missing.
-* The last request of its queue is expected to be late: (queued / instances + 1) x the recent time of a request is more
-  than the deadline; in batches, queued / batch. Their instances have up to two batches beside that queue.
+  shows that instances are not what is missing. With ``concurrency``, one that is full and wants no GPU is as good: its
+  requests wait for other things.
+* The last request of its queue is expected to be late: (queued / instances / at once + 1) x the recent time of a
+  request is more than the deadline. At once are a batch, or ``concurrency``. Instances with batches have up to two of
+  them beside that queue.
 * A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads. The
   seat of a language model that has no request takes none.
 * ``max_instances``, ``limits.extra_instances`` and ``limits.loads`` allow it, and no extra has failed a moment ago.
@@ -83,12 +85,17 @@ def _called_for(p: RouterState, function: ServedFunction) -> bool:
         return _tokens_late(p, function) and all(each.begun_own == (each.own or 0) for each in instances)
     if function.run_s is None:
         return False
-    answered_s = (len(function.queue) / len(names) / max(1, function.spec.batch) + 1.0) * function.run_s
-    if answered_s * 1000 <= function.spec.deadline_ms:
-        return False
-    instances = [p.instances[name] for name in names]
-    tickets = [p.tickets.get(each.own or 0 if each.open else each.ticket or 0) for each in instances]
-    return all(ticket is not None and ticket.lease is not None for ticket in tickets)
+    at_once = max(function.spec.batch, function.spec.concurrency)
+    answered_s = (len(function.queue) / len(names) / at_once + 1.0) * function.run_s
+    return answered_s * 1000 > function.spec.deadline_ms and all(_busy(p, p.instances[name]) for name in names)
+
+
+def _busy(p: RouterState, instance: Instance) -> bool:
+    """Whether it has what it needs, and yet takes no more requests."""
+    if instance.spec.concurrency > 1 and instance.own is None:
+        return len(instance.open) >= instance.spec.concurrency
+    ticket = p.tickets.get(instance.own or 0 if instance.open else instance.ticket or 0)
+    return ticket is not None and ticket.lease is not None
 
 
 def _tokens_late(p: RouterState, function: ServedFunction) -> bool:

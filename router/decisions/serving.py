@@ -68,7 +68,7 @@ def left(p: RouterState, number: int) -> None:
     ticket.request = None
     if request.ticket in p.instances[ticket.instance].open:
         p.send(ticket.instance, m.Abandon(request=request.ticket))
-        queueing.batch_changed(p, p.instances[ticket.instance])
+        queueing.batch_changed(p, p.instances[ticket.instance], left=request.ticket)
         return
     function = p.functions.get(request.function)
     if request.streams or (function is not None and function.queue):
@@ -185,11 +185,11 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
         case Instance(state=InstanceState.IDLE, spec=m.FunctionSpec(llm=m.LlmSettings(ttft_ms=ttft_ms))):
             deadline_ms = ttft_ms
         case Instance(state=InstanceState.IDLE, open=tickets, spec=spec) if tickets:
-            waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
-            oldest_s = min((each.arrived_s for each in waiting), default=p.now_s)
-            deadline_ms = spec.deadline_ms - int((p.now_s - oldest_s) * 1000)
+            open_ = [(each, p.requests[number]) for each in tickets if (number := p.tickets[each].request) is not None]
+            waiting = [(each, queueing.left_ms(p, holder, request)) for each, request in open_]
+            deadline_ms = min((left_ms for _, left_ms in waiting), default=spec.deadline_ms)
             if spec.batch:
-                batch = m.BatchAsk(left_ms=queueing.left_ms(p, holder), most=spec.batch, wait_ms=spec.batch_wait_ms)
+                batch = m.BatchAsk(requests=waiting, most=spec.batch, wait_ms=spec.batch_wait_ms)
                 holder.own = queueing.acquire(p, holder, None, deadline_ms, version, batch)
                 return
         case Instance():
@@ -348,7 +348,7 @@ def ran_out(p: RouterState, number: int) -> None:
             queueing.fail(p, request.number, late)
             ticket.request = None
             p.send(instance.name, m.Abandon(request=number))
-            queueing.batch_changed(p, instance)
+            queueing.batch_changed(p, instance, left=number)
         if function:  # code that never waits for anything cannot be told
             p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
         return

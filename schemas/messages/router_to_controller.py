@@ -28,11 +28,11 @@ class InstanceGone(Message, frozen=True, kw_only=True, tag=4):
 
 
 class BatchAsk(Message, frozen=True, kw_only=True):
-    """Requests that wait for one ``handle_batch``, at most ``most``: how long each has until its deadline, in order of
-    arrival. They may wait for more for ``wait_ms`` in all.
+    """Requests that wait for a ``handle_batch`` of at most ``most``, in order of arrival: of each its ticket and how
+    long it has until its deadline, in ms. They may wait for more for ``wait_ms`` in all.
     """
 
-    left_ms: list[int]
+    requests: list[tuple[int, int]]
     most: int
     wait_ms: int
 
@@ -134,10 +134,13 @@ class AskUsage(Message, frozen=True, kw_only=True, tag=14):
 
 
 class BatchWaits(Message, frozen=True, kw_only=True, tag=17):
-    """What waits for this lease, which has not been granted yet, is now that; as in BatchAsk."""
+    """Requests have come to those that wait for this lease, which has not been granted yet, as in BatchAsk; the tickets
+    of others have left them. What stays the same is not said again.
+    """
 
     request: int
-    left_ms: list[int]
+    came: list[tuple[int, int]] = []
+    left: list[int] = []
 
 
 class Met(Message, frozen=True, kw_only=True, tag=18):

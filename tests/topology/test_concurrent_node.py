@@ -4,6 +4,8 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from dormouse.client_shim.instance.context import current
 
 here, most, ended = 0, 0, []
+instance = os.urandom(8).hex()
 gates = {}
 
 def load():
@@ -41,7 +44,7 @@ async def meet(weights, request):
     await all_here(request)
     value = weights * request["n"]
     await asyncio.sleep(0.01)
-    return {"sum": value.sum().item(), "id": current().id, "pid": os.getpid()}
+    return {"sum": value.sum().item(), "id": current().id, "pid": os.getpid(), "instance": instance}
 
 async def bad(weights, request):
     "Its command fails on the GPU, where nobody has waited for it before others compute."
@@ -79,6 +82,13 @@ async def computes(weights, request):
 
 async def dies(weights, request):
     os._exit(7)
+
+async def held(weights, request):
+    "Without a GPU."
+    print("held", flush=True)
+    while not os.path.exists(request["gate"]):
+        await asyncio.sleep(0.01)
+    return instance
 
 async def parts(weights, request):
     def each():
@@ -213,12 +223,29 @@ def test_a_death_fails_all_that_were_there(node: TestNode) -> None:
     assert node.result("many", {"do": "computes", "steps": 1}) == 36.0
 
 
+def test_a_stateless_function_has_many_in_each_of_several_instances() -> None:
+    """Two that hold the first instance full are answered after all others, which the second one has."""
+    with running_node('[gpu]\ncount = 2\nmemory = "64MiB"\n') as node:
+        node.deployed("many", FUNCTION, concurrency=2, stateless=True, deadline="1ms")
+        first = node.result("many", {"do": "meet", "at": 1, "n": 1})["instance"]
+        gate = str(node.shared / "gate")
+        with ThreadPoolExecutor(12) as pool:
+            held = [pool.submit(ask(node, "held", gate=gate)) for _ in range(2)]
+            node.wait(lambda: node.log_of("many").count("held") == 2, 60, "the first instance to be full")
+            others = [pool.submit(ask(node, "meet", at=2, n=n)) for n in range(8)]
+            answers = [each.result() for each in others]
+            assert [answer.body["sum"] for answer in answers] == [28.0 * n for n in range(8)]
+            assert not any(each.done() for each in held)
+            Path(gate).touch()
+            assert {each.result().body for each in held} == {first}
+        assert first not in {answer.body["instance"] for answer in answers}
+
+
 @pytest.mark.parametrize(
     ("settings", "status", "words"),
     [
         ({"concurrency": 0}, 400, "from 1 to 256"),
         ({"concurrency": 1000}, 400, "from 1 to 256"),
-        ({"concurrency": 2, "stateless": True}, 400, "leave one of the two out"),
         ({"concurrency": 2}, 422, "async def handle(state, request)"),
     ],
 )

@@ -249,8 +249,8 @@ def test_a_prompt_of_half_characters_is_refused(node: TestNode) -> None:
 
 
 @contextlib.contextmanager
-def waiting(node: TestNode, new: int) -> Iterator[http.client.HTTPResponse]:
-    """A stream that has no first part, and whose client has heard a comment."""
+def waiting(node: TestNode, new: int, then: signal.Signals = signal.SIGCONT) -> Iterator[http.client.HTTPResponse]:
+    """A stream that has no first part, and whose client has heard a comment. Runtimes stand still until ``then``."""
     pids = runtimes(node)
     with contextlib.closing(node.connect(60)) as connection:
         for pid in pids:
@@ -264,7 +264,7 @@ def waiting(node: TestNode, new: int) -> Iterator[http.client.HTTPResponse]:
             assert [answer.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
         finally:
             for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, then)
         yield answer
 
 
@@ -317,6 +317,7 @@ def test_comments_are_between_events_only_and_bytes_are_as_they_are(node: TestNo
 
 
 def test_what_fails_after_a_comment_is_an_error_event(node: TestNode, client: openai.OpenAI) -> None:
+    """No runtime should live until it has made a first part: then the answer would be a stream like any other."""
     client.completions.create(model="chat", prompt="a", max_tokens=1)
     over = threading.Event()
 
@@ -326,8 +327,8 @@ def test_what_fails_after_a_comment_is_an_error_event(node: TestNode, client: op
                 with contextlib.suppress(ProcessLookupError):  # it is gone already
                     os.kill(pid, signal.SIGKILL)
 
-    with waiting(node, 1900) as answer:
-        killer = threading.Thread(target=kill_whatever_computes)
+    killer = threading.Thread(target=kill_whatever_computes)
+    with waiting(node, 1900, then=signal.SIGKILL) as answer:
         killer.start()
         try:
             data = answer.read()

@@ -50,9 +50,9 @@ def decided(heard: list[tuple[ev.Event, list[ev.Action]]], instances: set[str]) 
     found: Decided = []
     for event, actions in heard:
         if isinstance(event, ev.Asked) and event.batch is not None and event.instance in instances:
-            waiting[event.request] = len(event.batch.deadlines)
-        elif isinstance(event, ev.BatchGrew) and event.request in waiting:
-            waiting[event.request] = len(event.deadlines)
+            waiting[event.request] = len(event.batch.requests)
+        elif isinstance(event, ev.BatchChanged) and event.request in waiting:
+            waiting[event.request] += len(event.came) - len(event.left)
         for each in actions:
             if isinstance(each, ev.WakeOn) and each.request in waiting:
                 found.append((waiting.pop(each.request), each.requests))
@@ -113,7 +113,7 @@ def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
         node.wait(
             lambda: sum(size for _, size in recorded(record, "patient")) == 64 and ended(record), 60, "all in the file"
         )
-        assert recorded(record, "batched") == simulated(11) == [(1, 1), (8, 8), (3, 3)]
+        assert recorded(record, "batched") == simulated(11) == [(1, 1), (11, 8), (3, 3)]
         command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
         env = {**os.environ, "PYTHONHASHSEED": "77"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)

@@ -166,7 +166,6 @@ def test_without_batches_they_come_one_by_one(node: TestNode) -> None:
     [
         ({"batch": 1000}, 400, "from 1 to 128"),
         ({"batch": 8, "concurrency": 8}, 400, "leave one of the two out"),
-        ({"concurrency": 8, "stateless": True}, 400, "leave one of the two out"),
         ({"batch_wait": "5ms"}, 400, "--batch 8"),
         ({"batch": 8}, 422, "handle_batch(state, requests)"),
     ],

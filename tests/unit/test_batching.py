@@ -1,8 +1,19 @@
 """How long streams wait for others of their function: ServerlessLoRA's Eq. 3 as it stands, and fixed delays."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dormouse.core.batching import EXPIRED, FULL, UNTIMED, BatchRule, BatchTimes, GatheringBatch, RequestBatches
+from dormouse.core.batching import (
+    EXPIRED,
+    FULL,
+    UNTIMED,
+    BatchRequests,
+    BatchRule,
+    BatchTimes,
+    GatheringBatch,
+    RequestBatches,
+)
 
 
 def prompts_s(tokens: int) -> float:
@@ -81,7 +92,7 @@ def batches(longest_s: float = 0.05, deadline_s: float = 1.0, gap_s: float = 0.0
     for name, seconds in times.items():
         rule.times.took(int(name[1:]), seconds)
     for number in range(1, 20):
-        rule.came(1, number * gap_s)
+        rule.came(number * gap_s)
     return rule
 
 
@@ -104,23 +115,47 @@ def test_times_of_batches_are_learned() -> None:
 def test_a_cold_batch_lets_nobody_wait() -> None:
     """Nothing is gained by batches here."""
     rule = batches(b1=0.02, b2=0.04)
-    rule.times.took(1, 0.02)
-    rule.times.took(1, 1.0)
-    assert rule.wait_s(1, 0.0) == 0.0
+    for seconds in (1.0, 0.02, 1.0):  # the middle one of an even number of them, too
+        rule.times.took(1, seconds)
+        assert rule.wait_s(1, 0.0) == 0.0
 
 
-def test_requests_that_are_heard_together_have_come_one_by_one() -> None:
-    """Ten in each 100 ms, heard after a batch: 10 ms apart."""
-    rule = RequestBatches(16, 0.5, 10.0)
-    rule.times.took(1, 0.02)
-    rule.times.took(2, 0.025)
-    for batch in range(1, 30):
-        rule.came(10, batch * 0.1)
-    assert rule.wait_s(1, 0.0) > 0, "15 ms are saved"
-    rule.times.took(2, 0.0299)
-    for _ in range(4):
-        rule.times.took(2, 0.0311)
-    assert rule.wait_s(1, 0.0) == 0.0, "9 ms are"
+def test_a_pause_is_one_gap_however_long_it_was() -> None:
+    for pause_s in (0.1, 3600.0):
+        rule = batches(b1=0.02, b2=0.025)
+        assert rule.wait_s(1, 0.0) == 0.05
+        rule.came(1.0 + pause_s)
+        assert rule.wait_s(1, 0.0) == 0.05, "15 ms are saved by four of five, and 11 ms are waited"
+        rule.came(2.0 + 2 * pause_s)
+        assert rule.wait_s(1, 0.0) == 0.0, "by three of five, and 19 ms"
+
+
+def test_gaps_beyond_the_wait_save_nothing() -> None:
+    """One that comes in 60 ms would save 100 ms, but nobody may wait for so long."""
+    assert batches(b1=0.1, b8=0.1, gap_s=0.06).wait_s(1, 0.0) == 0.0
+    assert batches(b1=0.1, b8=0.1, gap_s=0.04).wait_s(1, 0.0) == 0.05
+
+
+def test_who_is_heard_of_late_has_come_before() -> None:
+    """Another instance has told of a later one meanwhile."""
+    rule = batches(b1=0.03, b8=0.03)
+    for number in range(1, 20):
+        rule.came(0.02 + number * 0.04)
+        rule.came(0.02)
+    assert rule.wait_s(1, 0.0) == 0.05
+
+
+def test_of_what_waits_the_earliest_is_known() -> None:
+    requests = BatchRequests([(2, 9.0), (3, 8.0)])
+    assert (requests.earliest_s, requests.in_order()) == (8.0, [9.0, 8.0])
+    requests.change([(1, 7.0), (4, 7.5)], [99])
+    assert (requests.earliest_s, requests.in_order()) == (7.0, [7.0, 9.0, 8.0, 7.5])
+    requests.change([], [1, 2])
+    assert (requests.earliest_s, requests.in_order()) == (7.5, [8.0, 7.5])
+    requests.change([(5, 7.0)], [5])
+    assert (requests.earliest_s, len(requests)) == (7.5, 2)
+    requests.change([], [3, 4])
+    assert not requests
 
 
 def test_nobody_waits_without_a_time_to_wait_or_before_times_are_known() -> None:
@@ -130,7 +165,7 @@ def test_nobody_waits_without_a_time_to_wait_or_before_times_are_known() -> None
 
 def test_one_more_is_waited_for_while_it_comes_sooner_than_it_saves() -> None:
     assert batches(b1=0.1, b8=0.1).wait_s(3, 0.02) == pytest.approx(0.03)
-    assert batches(b1=0.1, b8=0.1, gap_s=0.2).wait_s(3, 0.02) == 0.0, "it would come too late"
+    assert batches(0.5, b1=0.1, b8=0.1, gap_s=0.2).wait_s(3, 0.02) == 0.0, "it would come too late"
     assert batches(b1=0.1, b8=0.8).wait_s(3, 0.02) == 0.0, "it would save nothing"
 
 
@@ -150,3 +185,19 @@ def test_as_many_begin_as_leave_most_of_them_in_time() -> None:
     assert rule.size([9.0] * 20) == 8
     assert batches().size([0.1] * 20) == 8, "nobody knows what they take"
     assert rule.size([]) == 0
+
+
+TIMES = st.floats(-1.0, 3.0, width=16)
+
+
+@given(st.lists(TIMES, max_size=12), st.dictionaries(st.integers(1, 8), st.floats(0.0, 2.0, width=16), min_size=1))
+def test_the_size_is_what_trying_all_sizes_finds(left_s: list[float], known: dict[int, float]) -> None:
+    rule = batches(**{f"b{count}": seconds for count, seconds in known.items()})
+    some = left_s[:8]
+
+    def in_time(count: int) -> int:
+        took_s = rule.times.of(count) or 0.0
+        rest_s = took_s + (rule.times.of(len(some) - count) or 0.0)
+        return sum(left >= took_s for left in some[:count]) + sum(left >= rest_s for left in some[count:])
+
+    assert rule.size(left_s) == max(range(1, len(some) + 1), key=lambda count: (in_time(count), count), default=0)

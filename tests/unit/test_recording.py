@@ -176,7 +176,7 @@ def test_frames_that_dormouse_has_not_written_are_said_to_be_none(tmp_path: Path
         read(path)
 
 
-@pytest.mark.parametrize("format_", [1, FORMAT + 1], ids=["before seats and turns", "later"])
+@pytest.mark.parametrize("format_", [1, FORMAT - 1, FORMAT + 1], ids=["before seats and turns", "before", "later"])
 def test_another_format_names_its_dormouse(tmp_path: Path, format_: int) -> None:
     path = tmp_path / "record"
     write(path, ticks(1), msgspec.structs.replace(header(), format=format_, dormouse="9.9"))

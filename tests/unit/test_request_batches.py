@@ -1,5 +1,7 @@
 """Batches of requests in the scheduling core: when one begins, how many are in it, what is learned and counted."""
 
+from itertools import count
+
 import pytest
 
 from dormouse.controller.scheduling import events as ev
@@ -18,6 +20,8 @@ class Core:
         self.core = Scheduler(seed=1, revoke_s=5.0, max_waiting=4)
         self.now_s = 100.0
         self.requests = 0
+        self.waiting: list[int] = []  # of the last wish
+        self.numbers = count(1)
         self.tell(ev.ExecutorUp(0, 1, STATS))
         for name in ("f", "other"):
             self.tell(ev.FunctionKnown(name, deadline_s, 0.98, 1.0))
@@ -37,12 +41,23 @@ class Core:
     def asks(self, *left_s: float, longest_s: float = 0.0, most: int = 8) -> list[ev.Action]:
         """So many requests wait, with so long until their deadlines."""
         self.requests += 1
-        deadlines = tuple(self.now_s + each for each in left_s)
-        wanted = ev.BatchWanted(deadlines, most, longest_s)
-        return self.tell(ev.Asked(self.requests, "f", min(deadlines), 1, True, wanted))
+        self.waiting = []
+        wanted = ev.BatchWanted(self.coming(*left_s), most, longest_s)
+        return self.tell(ev.Asked(self.requests, "f", self.now_s + min(left_s), 1, True, wanted))
 
-    def grows(self, *left_s: float) -> list[ev.Action]:
-        return self.tell(ev.BatchGrew(self.requests, tuple(self.now_s + each for each in left_s)))
+    def coming(self, *left_s: float) -> tuple[tuple[int, float], ...]:
+        found = tuple((next(self.numbers), self.now_s + each) for each in left_s)
+        self.waiting += (number for number, _ in found)
+        return found
+
+    def come(self, *left_s: float) -> list[ev.Action]:
+        return self.tell(ev.BatchChanged(self.requests, came=self.coming(*left_s)))
+
+    def leave(self, *which: int) -> list[ev.Action]:
+        """Of those of the last wish."""
+        left = tuple(self.waiting[each] for each in which)
+        self.waiting = [number for number in self.waiting if number not in left]
+        return self.tell(ev.BatchChanged(self.requests, left=left))
 
     def busy(self) -> ev.WakeOn:
         """Another's request has the GPU."""
@@ -74,12 +89,12 @@ class Core:
         )
         return self.tell(ev.LeaseOver(0, 1, done))
 
-    def learns(self, **times: float) -> None:
+    def learns(self, longest_s: float = 0.0, **times: float) -> None:
         """Batches of so many, b1 and so on, take so long: by leases."""
         for name, seconds in times.items():
-            count = int(name[1:])
-            wake = woken(self.asks(*[60.0] * count))
-            assert wake.requests == count
+            size = int(name[1:])
+            wake = woken(self.asks(*[60.0] * size, longest_s=longest_s))
+            assert wake.requests == size
             self.ends(wake, seconds)
 
 
@@ -96,8 +111,18 @@ def test_what_comes_while_a_batch_waits_for_its_gpu_is_in_it() -> None:
     core = Core()
     other = core.busy()
     assert core.asks(1.0) == []
-    assert core.grows(1.0, 1.0, 1.0) == []
-    assert core.grows(1.0, 1.0) == [], "one has left"
+    assert core.come(1.0, 1.0) == []
+    assert core.leave(1) == []
+    assert core.tell(ev.BatchChanged(core.requests, left=(99,))) == [], "nobody that it knows"
+    assert woken(core.ends(other, 0.01)).requests == 2
+
+
+def test_no_more_than_a_batch_begin_of_those_that_wait() -> None:
+    core = Core()
+    other = core.busy()
+    core.asks(*[1.0] * 3, most=2)
+    core.come(1.0)
+    core.leave(0)
     assert woken(core.ends(other, 0.01)).requests == 2
 
 
@@ -106,7 +131,7 @@ def test_what_batches_take_is_learned_from_leases_that_copied_nothing() -> None:
     core.learns(b1=0.1, b4=0.16)
     batches = core.function.batches
     assert batches is not None
-    assert [batches.times.of(count) for count in (1, 2, 4)] == pytest.approx([0.1, 0.12, 0.16])
+    assert [batches.times.of(size) for size in (1, 2, 4)] == pytest.approx([0.1, 0.12, 0.16])
     assert core.function.best_s == pytest.approx(0.1), "of one request"
     wake = woken(core.asks(*[60.0] * 2))
     core.tell(ev.Woken(0, 1, wake.lease.serial, 9_000_000))
@@ -172,9 +197,9 @@ def test_when_a_batch_ends_is_expected_by_its_size() -> None:
 
 
 def gathering() -> Core:
-    """A batch takes as long as one request, and requests come each 30 ms or so."""
+    """A batch takes as long as one request, and requests come together."""
     core = Core()
-    core.learns(b1=0.1, b8=0.1)
+    core.learns(0.05, b1=0.1, b8=0.1)
     return core
 
 
@@ -193,9 +218,11 @@ def test_a_batch_that_is_full_or_would_be_late_waits_no_longer() -> None:
     core = gathering()
     assert core.asks(1.0, longest_s=0.05) == []
     core.now_s += 0.01
-    assert core.grows(0.99, 1.0) == []
+    assert core.come(1.0) == []
     assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.04)
-    assert woken(core.grows(*[0.99] * 8)).requests == 8
+    assert core.leave(0) == []
+    assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.05), "the other one has not waited yet"
+    assert woken(core.come(*[1.0] * 7)).requests == 8
     core = gathering()
     assert core.asks(0.15, longest_s=5.0) == []
     assert core.core.next_deadline_s == pytest.approx(core.now_s + 0.05), "then two would be late"
@@ -247,8 +274,10 @@ def test_a_batch_that_has_lost_all_its_requests_gets_no_gpu_and_counts_nothing(w
     else:
         other = core.busy() if where == "waiting for its GPU" else None
         assert core.asks(1.0, longest_s=0.0 if other else 0.05) == []
-        actions = core.grows()
-        assert core.grows() == core.grows(1.0) == [], "it is over"
+        assert core.come(1.0) == []
+        assert core.leave(0) == []
+        actions = core.leave(0)
+        assert core.tell(ev.BatchChanged(core.requests)) == core.come(1.0) == [], "it is over"
         if other is not None:
             core.ends(other)
     (refused,) = actions
@@ -264,12 +293,55 @@ def test_a_batch_that_has_lost_all_its_requests_gets_no_gpu_and_counts_nothing(w
 def test_requests_that_come_are_counted_once() -> None:
     core = Core()
     other = core.busy()
-    core.asks(1.0, 1.0)
-    core.grows(1.0, 1.0, 1.0)
+    core.asks(1.0, 1.0, most=2)
+    core.come(1.0)
     assert core.function.lately(core.now_s) == pytest.approx(3.0)
     core.ends(woken(core.ends(other)))
-    core.asks(1.0)
+    left = core.waiting[2:]
+    assert core.function.lately(core.now_s) == pytest.approx(3.0)
+    again = tuple((number, core.now_s + 1.0) for number in left)
+    wanted = ev.BatchWanted((*again, *core.coming(1.0)), 2, 0.0)
+    core.tell(ev.Asked(77, "f", core.now_s + 1.0, 1, True, wanted))
     assert core.function.lately(core.now_s) == pytest.approx(4.0)
+
+
+def test_who_comes_back_after_a_pause_waits_for_others() -> None:
+    """Sixteen clients rest for an hour together; the first one that comes back waits for the others."""
+    core = gathering()
+    for _ in range(3):
+        core.now_s += 3600.0
+        assert core.asks(1.0, longest_s=0.05, most=16) == []
+        core.now_s += 0.001
+        assert core.come(*[1.0] * 14) == []
+        core.ends(woken(core.come(1.0)), 0.1)
+
+
+def test_who_comes_alone_after_each_pause_waits_no_more() -> None:
+    core = gathering()
+    waited = []
+    for _ in range(12):
+        core.now_s += 60.0
+        actions = core.asks(1.0, longest_s=0.05)
+        waited.append(actions == [])
+        if actions == []:
+            core.now_s += 0.05
+            actions = core.tell(ev.Tick())
+        core.ends(woken(actions), 0.1)
+    assert waited == sorted(waited, reverse=True)
+    assert (waited[0], waited[-1]) == (True, False)
+
+
+def test_when_requests_have_come_is_known_by_their_deadlines() -> None:
+    """Two are heard of together, when the batch before them has ended. They have come 50 ms apart, which is longer than
+    anybody waits.
+    """
+    core = Core()
+    core.learns(0.04, b1=0.1, b2=0.1)
+    for _ in range(20):
+        core.now_s += 0.1
+        core.ends(woken(core.asks(0.91, 0.96, longest_s=0.04, most=2)))
+    core.now_s += 0.1
+    assert woken(core.asks(1.0, longest_s=0.04, most=2)).requests == 1
 
 
 def test_answers_under_a_shared_lease_count_by_their_latency() -> None:

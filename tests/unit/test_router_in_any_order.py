@@ -10,10 +10,10 @@ from router_rig import damaged, failure, lease, spec
 
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import InstanceState, Phase, RouterState
+from dormouse.router.decisions.state import InstanceState, Phase, RouterState, most_open
 from dormouse.schemas import messages as m
 
-NAMES = ("f", "g", "s", "c")
+NAMES = ("f", "g", "s", "c", "b")
 
 
 GPUS = 3
@@ -24,7 +24,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
     answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once. Function c has
-    two requests at once in its instance.
+    two requests at once in each of its instances. Function b has batches of two; the controller knows who waits for
+    one.
     """
 
     requests = Bundle("requests")
@@ -42,24 +43,33 @@ class RouterMachine(RuleBasedStateMachine):
         self.doomed: set[str] = set()  # killed, not reported yet
         self.run_by: dict[str, int] = {}  # by instance: ticket of the Run it has got
         self.open_by: dict[str, list[int]] = {}  # likewise, of those that have many
+        self.told: dict[int, set[int]] = {}  # by ticket of a batch's wish: those of the requests that wait for it
         self.kept: list[tuple[str, str]] = []  # (function, instance that was deployed or "" for a removal)
         self.do(e.ForkingChanged(True, gpus=GPUS))
         specs = [
             spec("f", timeout_ms=3000, max_queue=3),
             spec("g", idempotent=True),
             spec("s", stateless=True, deadline_ms=1, idempotent=True),
-            spec("c", concurrency=2, timeout_ms=3000),
+            spec("c", concurrency=2, stateless=True, deadline_ms=1, timeout_ms=3000),
+            spec("b", batch=2, timeout_ms=3000),
         ]
         self.do(e.FromController(m.Catalogue(functions=specs)))
         for name in ("i1", "i2", "i3"):  # else most runs would end before a request has begun
             self.do(e.FromInstance(name, m.Importing(confinement="")))
             self.do(e.FromInstance(name, m.Loaded(version=1, nbytes=0)))
-        self.do(e.FromInstance("i4", m.Importing(confinement="")))
-        self.do(e.FromInstance("i4", m.Loaded(version=1, nbytes=0)))
+        for name in ("i4", "i5"):
+            self.do(e.FromInstance(name, m.Importing(confinement="")))
+            self.do(e.FromInstance(name, m.Loaded(version=1, nbytes=0)))
         self.burst("s", 1)
         self.answers()
 
     def do(self, event: e.Event) -> None:
+        match event:
+            case e.FromInstance(message=m.Returned(request=ticket) | m.Raised(request=ticket)):
+                for told in self.told.values():
+                    told.discard(ticket)
+            case _:
+                pass
         for action in self.policy.handle(event, self.now_s):
             match action:
                 case e.Answer(request=request) | e.Fail(request=request) | e.Drop(request=request):
@@ -68,7 +78,7 @@ class RouterMachine(RuleBasedStateMachine):
                     self.starts_in_order(request)
                     opened = self.open_by.setdefault(instance, [])
                     opened.append(ticket)
-                    assert len(opened) <= 2
+                    assert len(opened) <= most_open(self.policy.picture.instances[instance].spec)
                 case e.Handover(request=request, instance=instance, ticket=ticket):
                     assert instance not in self.run_by
                     self.starts_in_order(request)
@@ -83,10 +93,17 @@ class RouterMachine(RuleBasedStateMachine):
                     self.doomed.add(instance)
                 case e.Clean(instance=instance):
                     assert instance not in self.alive
-                case e.Tell(message=m.Acquire(request=ticket, instance=instance)):
+                case e.Tell(message=m.Acquire(request=ticket, instance=instance, batch=batch)):
                     assert instance in self.alive
                     assert ticket not in self.wishes
                     self.wishes[ticket] = "wished"
+                    if batch is not None:
+                        self.told[ticket] = {number for number, _ in batch.requests}
+                case e.Tell(message=m.BatchWaits(request=ticket, came=came, left=left)):
+                    assert self.wishes[ticket] == "wished"
+                    assert self.told[ticket].isdisjoint(number for number, _ in came)
+                    assert self.told[ticket].issuperset(left)
+                    self.told[ticket] = self.told[ticket].union(number for number, _ in came).difference(left)
                 case e.Tell(message=m.Release(request=ticket) | m.Answered(request=ticket)):
                     del self.wishes[ticket]
                 case e.Tell(message=m.Deployed(spec=spec_)):
@@ -187,7 +204,8 @@ class RouterMachine(RuleBasedStateMachine):
 
     def grant(self, ticket: int) -> None:
         self.wishes[ticket] = "granted"
-        self.do(e.FromController(m.Granted(request=ticket, lease=lease(ticket), wake_nbytes=0)))
+        requests = min(2, len(self.told.get(ticket, ())))
+        self.do(e.FromController(m.Granted(request=ticket, lease=lease(ticket), wake_nbytes=0, requests=requests)))
 
     @rule(data=st.data(), what=st.sampled_from(("progress", "progress", "progress", "lease", "fail", "garbage", "odd")))
     def instance(self, data: st.DataObject, what: str) -> None:
@@ -266,9 +284,10 @@ class RouterMachine(RuleBasedStateMachine):
         asked = spec(
             name,
             idempotent=True,
-            stateless=name == "s",
-            deadline_ms=1 if name == "s" else 1000,
+            stateless=name in ("s", "c"),
+            deadline_ms=1 if name in ("s", "c") else 1000,
             concurrency=2 if name == "c" else 1,
+            batch=2 if name == "b" else 0,
         )
         self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, asked))
 
@@ -294,6 +313,11 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.policy.check()
+        picture = self.policy.picture
+        for instance in picture.instances.values():
+            if instance.own in self.told and self.wishes.get(instance.own or 0) == "wished":
+                waiting = {each for each in instance.open if picture.tickets[each].request is not None}
+                assert waiting == self.told[instance.own], instance
         assert not self.fates or max(self.fates.values()) == 1
         assert not self.settled or max(self.settled.values()) == 1
         assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))

@@ -39,12 +39,17 @@ def test_the_controller_is_told_what_waits_for_a_batch() -> None:
     first = one(rig.arrive(1), e.Handover)
     rig.after(0.4)
     acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
-    assert acquire.batch == m.BatchAsk(left_ms=[600], most=2, wait_ms=7)
+    ticket = first.ticket
+    assert acquire.batch == m.BatchAsk(requests=[(ticket, 600)], most=2, wait_ms=7)
     assert not acquire.own
-    waits = one(rig.arrive(2), m.BatchWaits)
-    assert (waits.request, waits.left_ms) == (acquire.request, [600, 1000])
-    assert one(rig.arrive(3), m.BatchWaits).left_ms == [600, 1000], "a batch has two at most"
-    assert one(rig.do(e.RequesterLeft(1)), m.BatchWaits).left_ms == [1000, 1000]
+    own, second = acquire.request, rig.arrive(2)
+    ticket2 = one(second, e.Handover).ticket
+    assert one(second, m.BatchWaits) == m.BatchWaits(request=own, came=[(ticket2, 1000)])
+    rig.after(0.1)
+    third = rig.arrive(3)
+    ticket3 = one(third, e.Handover).ticket
+    assert one(third, m.BatchWaits) == m.BatchWaits(request=own, came=[(ticket3, 1000)]), "nothing is said again"
+    assert one(rig.do(e.RequesterLeft(1)), m.BatchWaits) == m.BatchWaits(request=own, left=[ticket])
     lease = m.Lease(gpu=0, epoch=1, serial=1, secret=1)
     granted = rig.hear(m.Granted(request=acquire.request, lease=lease, wake_nbytes=0, requests=2))
     assert one(granted, m.LeaseGranted).requests == 2
@@ -52,18 +57,18 @@ def test_the_controller_is_told_what_waits_for_a_batch() -> None:
     answered = one(rig.say("i1", m.LeaseEnded(serial=1, version=1, taken=2, together=1)), m.Answered)
     assert answered == m.Answered(request=acquire.request, used=True, taken=2, together=1)
     rig.say("i1", m.Raised(request=first.ticket, code="cancelled", text=""))
-    missed = one(rig.say("i1", m.Raised(request=first.ticket + 2, code="function_raised", text="x")), m.Missed)
+    missed = one(rig.say("i1", m.Raised(request=ticket2, code="function_raised", text="x")), m.Missed)
     assert missed.request == acquire.request, "the controller knows it by its batch's lease"
 
 
 def test_the_controller_is_told_who_ran_out_of_time_before_a_batch() -> None:
     rig = loaded(spec(batch=4, deadline_ms=1000, timeout_ms=1000))
-    rig.arrive(1)
+    first = one(rig.arrive(1), e.Handover)
     acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
     rig.after(0.5)
     rig.arrive(2)
     waits = one(rig.after(0.5), m.BatchWaits)
-    assert (waits.request, waits.left_ms) == (acquire.request, [500])
+    assert waits == m.BatchWaits(request=acquire.request, left=[first.ticket])
 
 
 def test_the_failure_of_a_request_is_put_to_the_batch_that_had_it() -> None:

@@ -331,3 +331,43 @@ def test_one_of_batches_is_added_for_the_queue_behind_its_batches() -> None:
     actions = rig.load("i2")
     assert [(each.request, each.instance) for each in said(actions, e.Handover)] == [(n, "i2") for n in range(5, 9)]
     assert said(actions, m.Abandon) == []
+
+
+def full(**settings: Any) -> Rig:
+    """Function f with two requests at once, which it has; one takes 0.4 s of the deadline's 1 s."""
+    rig = Rig(spec(stateless=True, concurrency=2, **settings), gpus=2)
+    rig.load("i1")
+    rig.policy.picture.functions["f"].run_s = RUN_S
+    for number in (1, 2):
+        assert one(rig.arrive(number), e.Handover).instance == "i1"
+    return rig
+
+
+def test_one_with_many_at_once_is_added_when_all_that_there_are_is_full() -> None:
+    """(3 / 1 / 2 + 1) * 0.4 s is in time, and with a fourth one it is not. What runs already stays where it is."""
+    rig = full()
+    for number in (3, 4, 5):
+        assert rig.arrive(number) == []
+    assert one(rig.arrive(6), e.Start).instance == "i2"
+    actions = rig.load("i2")
+    assert [(each.request, each.instance) for each in said(actions, e.Handover)] == [(3, "i2"), (4, "i2")]
+    assert said(actions, m.Abandon) == []
+
+
+def test_one_with_many_at_once_is_not_added_while_it_waits_for_a_gpu() -> None:
+    rig = full(deadline_ms=1)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    assert rig.arrive(3) == []
+    assert one(grant(rig, acquire), e.Start).instance == "i2"
+
+
+def test_one_with_many_at_once_that_writes_its_model_ends_when_it_has_answered() -> None:
+    rig = full(deadline_ms=1)
+    assert one(rig.arrive(3), e.Start).instance == "i2"
+    third = one(rig.load("i2"), e.Handover)
+    assert third.instance == "i2"
+    assert said(rig.hear(m.Wrote(instance="i2")), m.Exit) == []
+    assert names(rig) == ["i1"]
+    actions = rig.say("i2", m.Returned(request=third.ticket, body=b"1", nbytes=0))
+    assert one(actions, e.Answer).request == 3
+    assert one(actions, m.Exit)

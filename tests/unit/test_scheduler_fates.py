@@ -1,6 +1,7 @@
 """The scheduling core after any sequence of events: every request meets exactly one fate."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import count as count_from
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
     st.tuples(st.just("batch"), st.sampled_from(INSTANCES), st.integers(1, 4), st.booleans()),
-    st.tuples(st.just("grew"), st.integers(0, 30), st.integers(0, 4)),
+    st.tuples(st.just("changed"), st.integers(0, 30), st.integers(0, 2), st.integers(0, 4)),
     st.tuples(st.just("done"), st.integers(0, 9), st.integers(0, 3), st.booleans(), st.sampled_from(INSTANCES)),
     st.tuples(st.just("answered"), st.integers(0, 9), st.booleans()),
     st.tuples(st.just("idle"), st.integers(0, 9)),
@@ -116,6 +117,8 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
     open_requests: set[int] = set()
     asked_of: dict[int, str] = {}
     answered: set[int] = set()
+    numbers = count_from(1)
+    members = defaultdict[int, list[int]](list)  # of batches, by request
 
     def judge(wake: ev.WakeOn) -> None:
         gpu = core.gpus[wake.lease.gpu]
@@ -157,6 +160,11 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
         for serial in seats.of(gpu):
             seats.end(serial)
 
+    def coming(request: int, count: int) -> tuple[tuple[int, float], ...]:
+        found = [next(numbers) for _ in range(count)]
+        members[request] += found
+        return tuple((number, now_s + 1) for number in found)
+
     def asks(instance: str, batch: ev.BatchWanted | None) -> None:
         nonlocal requests
         requests += 1
@@ -170,9 +178,10 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
             case ("ask", str(instance)):
                 asks(instance, None)
             case ("batch", str(instance), int(count), bool(waits)):
-                asks(instance, ev.BatchWanted((now_s + 1,) * count, 4, 0.5 if waits else 0.0))
-            case ("grew", int(request), int(count)) if request in open_requests:
-                send(ev.BatchGrew(request, (now_s + 1,) * count))
+                asks(instance, ev.BatchWanted(coming(requests + 1, count), 4, 0.5 if waits else 0.0))
+            case ("changed", int(request), int(count), int(left)) if request in open_requests:
+                away, members[request] = members[request][:left], members[request][left:]
+                send(ev.BatchChanged(request, coming(request, count), tuple(away)))
             case ("done", int(number), int(size), bool(ended), str(other)):
                 if (wake := seats.pick(number, set(seats.leases))) is not None:
                     others = {} if other == wake.instance else {other: size * GIB // 2}

@@ -34,7 +34,7 @@ class Told:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.asked: list[int] = []  # how many waited
-        self.grown: list[int] = []
+        self.came: list[int] = []  # of them later
         self.sizes: list[int] = []
 
     def run(self, times_s: list[float], functions: list[int] | None = None) -> list[float]:
@@ -42,9 +42,10 @@ class Told:
 
         def watched(event: ev.Event, now_s: float) -> list[ev.Action]:
             if isinstance(event, ev.Asked) and event.batch is not None:
-                self.asked.append(len(event.batch.deadlines))
-            if isinstance(event, ev.BatchGrew):
-                self.grown.append(len(event.deadlines))
+                self.asked.append(len(event.batch.requests))
+            if isinstance(event, ev.BatchChanged):
+                assert event.left == ()
+                self.came.append(len(event.came))
             actions = handle(event, now_s)
             self.simulation.core.check()
             self.sizes += [each.requests for each in actions if isinstance(each, ev.WakeOn) and each.requests]
@@ -60,20 +61,29 @@ def test_what_comes_while_a_batch_runs_is_the_next_one() -> None:
     """The first one waits for the copy as well; a batch of b takes 80 ms and 20 ms for each of its requests."""
     told = Told(made())
     latencies_s = told.run([0.0, 0.01, 0.02, 0.03, 0.04, 0.05])
-    assert told.sizes == told.asked == [1, 4, 1]
+    assert (told.asked, told.sizes) == ([1, 5, 1], [1, 4, 1])
     assert latencies_s == pytest.approx([0.1, 0.25, 0.24, 0.23, 0.22, 0.31])
 
 
 def test_what_comes_while_a_batch_waits_for_its_gpu_is_in_it() -> None:
     told = Told(made(others=1))
     told.run([0.0, 0.1, 0.2, 0.3], [1, 0, 0, 0])
-    assert (told.asked, told.grown, told.sizes) == ([1], [2, 3], [3])
+    assert (told.asked, told.came, told.sizes) == ([1], [1, 1], [3])
 
 
-def test_the_core_is_told_of_no_more_than_a_batch() -> None:
+def test_the_core_is_told_of_no_more_than_two_batches() -> None:
     told = Told(made(others=1))
-    told.run([0.0] + [0.1] * 6, [1] + [0] * 6)
-    assert (told.asked, told.grown, told.sizes) == ([1, 2], [2, 3, 4], [4, 2])
+    told.run([0.0] + [0.1] * 10, [1] + [0] * 10)
+    assert (told.asked, told.came, told.sizes) == ([1, 6, 2], [1] * 7, [4, 4, 2])
+
+
+def test_each_request_is_told_once_while_it_waits() -> None:
+    """Twice as many take twice as much telling."""
+    for batch in (4, 128):
+        spec = ModelSpec(name="m", nbytes=GB // 10, run_s=0.1, batch=batch, per_request_s=0.0)
+        told = Told(made(spec, others=1))
+        told.run([0.0] + [0.1] * batch, [1] + [0] * batch)
+        assert (sum(told.asked) + sum(told.came), told.sizes) == (batch, [batch])
 
 
 def test_the_core_learns_what_batches_take() -> None:
