@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,99 +27,112 @@ def node() -> Iterator[TestNode]:
         yield running
 
 
-def _deploy(node: TestNode, which: int, **settings: Any) -> None:
-    node.deployed("f", FUNCTION.replace("WHICH", str(which)), {"part": f"part {which}"}, **settings)
+class History:
+    """A function of its own on the node, whose versions have been deployed in this order."""
 
+    def __init__(self, node: TestNode, name: str, *parts: int) -> None:
+        self.node, self.name = node, name
+        for which in parts:
+            self.deploy(which)
 
-def _versions(node: TestNode) -> list[int]:
-    return [row["version"] for row in node.admin.versions("f")]
+    def deploy(self, which: int) -> None:
+        source, files = FUNCTION.replace("WHICH", str(which)), {"part": f"part {which}"}
+        self.node.deployed(self.name, source, files, deadline=f"{which}s")
 
+    @property
+    def versions(self) -> list[int]:
+        return [row["version"] for row in self.node.admin.versions(self.name)]
 
-def _trees(node: TestNode) -> int:
-    return sum(path.is_dir() for path in (node.state / "functions" / "f").iterdir())
+    @property
+    def trees(self) -> list[Path]:
+        return [path for path in (self.node.state / "functions" / self.name).iterdir() if path.is_dir()]
 
+    def keeps(self, count: int) -> None:
+        self.node.wait(lambda: len(self.trees) == count, 60, "files that are not kept to go")
 
-def _refused(node: TestNode, version: int) -> tuple[str, str]:
-    with pytest.raises(CallRefused) as caught:
-        node.admin.roll_back("f", version)
-    return caught.value.code, str(caught.value)
+    def roll_back(self, version: int) -> Any:
+        return self.node.admin.roll_back(self.name, version)
+
+    def refused(self, version: int) -> tuple[str, str]:
+        with pytest.raises(CallRefused) as caught:
+            self.roll_back(version)
+        return caught.value.code, str(caught.value)
+
+    def expect(self, which: int) -> None:
+        assert self.node.result(self.name, 1) == [f"part {which}", which]
 
 
 def test_an_earlier_version_is_deployed_again(node: TestNode) -> None:
-    for which in (1, 2, 3, 4):
-        _deploy(node, which, deadline=f"{which}s")
-    assert _versions(node) == [4, 3, 2]
-    node.wait(lambda: _trees(node) == 3, 60, "the first version's files to go")
-    assert node.admin.roll_back("f", 0) == {"name": "f", "version": 5, "as": 3}
-    assert node.result("f", 1) == ["part 3", 3]
-    assert node.admin.functions()[0]["deadline_ms"] == 3000
-    assert _versions(node) == [5, 4, 2]
-    code, text = _refused(node, 1)
+    f = History(node, "again", 1, 2, 3, 4)
+    assert f.versions == [4, 3, 2]
+    f.keeps(3)
+    assert f.roll_back(0) == {"name": "again", "version": 5, "as": 3}
+    f.expect(3)
+    assert node.status()["functions"]["again"]["deadline_ms"] == 3000
+    assert f.versions == [5, 4, 2]
+    code, text = f.refused(1)
     assert code == "unknown_version"
     assert "there are: 2, 4" in text
     node.kill_all()
     node.start()
-    assert node.result("f", 1) == ["part 3", 3]
-    assert node.admin.roll_back("f", 2)["version"] == 6
-    assert node.result("f", 1) == ["part 2", 2]
-    node.wait(lambda: _trees(node) == 3, 60, "what is not kept to go")
+    f.expect(3)
+    assert f.roll_back(2)["version"] == 6
+    f.expect(2)
+    f.keeps(3)
 
 
 def test_a_version_that_does_not_load_any_more_leaves_what_is_served(node: TestNode) -> None:
     """And is still there afterwards."""
-    before = _versions(node)
-    earlier = node.admin.versions("f")[1]
-    trees = [path for path in (node.state / "functions" / "f").iterdir() if path.is_dir()]
-    (part,) = [tree / "part" for tree in trees if (tree / "part").read_text() == "part 3"]
+    f = History(node, "broken", 1, 2)
+    (part,) = [tree / "part" for tree in f.trees if (tree / "part").read_text() == "part 1"]
     part.rename(part.with_name("away"))
-    assert earlier["version"] == 5
-    assert _refused(node, 5)[0] == "load_failed"
-    assert node.result("f", 1) == ["part 2", 2]
-    assert _versions(node) == before
+    assert f.refused(1)[0] == "load_failed"
+    f.expect(2)
+    assert f.versions == [2, 1]
     part.with_name("away").rename(part)
-    assert node.admin.roll_back("f", 5)["as"] == 5
-    assert node.result("f", 1) == ["part 3", 3]
+    assert f.roll_back(1)["as"] == 1
+    f.expect(1)
 
 
 def test_a_removed_function_takes_its_versions_along(node: TestNode) -> None:
-    assert node.remove("f").status == 200
-    node.wait(lambda: not (node.state / "functions" / "f").exists(), 60, "its files to go")
-    assert _refused(node, 0)[0] == "unknown_function"
+    f = History(node, "removed", 1, 2)
+    assert node.remove("removed").status == 200
+    node.wait(lambda: not (node.state / "functions" / "removed").exists(), 60, "its files to go")
+    assert f.refused(0)[0] == "unknown_function"
     with pytest.raises(CallRefused):
-        node.admin.versions("f")
-    _deploy(node, 1)
-    assert _refused(node, 0) == (
+        node.admin.versions("removed")
+    f.deploy(1)
+    assert f.refused(0) == (
         "unknown_version",
-        "no earlier version of 'f' is kept; there are: none ([limits] versions says how many are kept)",
+        "no earlier version of 'removed' is kept; there are: none ([limits] versions says how many are kept)",
     )
 
 
 def test_the_same_over_http(node: TestNode) -> None:
-    _deploy(node, 2)
+    f = History(node, "http", 1, 2)
     key = node.admin.create_key(Wish(scopes=("deploy",)))["key"]
     auth = {"Authorization": f"Bearer {key}"}
 
     def asked(method: str, path: str) -> HttpAnswer:
         return node.http(method, f"/admin/{path}", headers=auth)
 
-    newest = _versions(node)[0]
-    assert [row["version"] for row in asked("GET", "functions/f/versions").body["versions"]] == _versions(node)
-    assert asked("POST", "functions/f/rollback").body == {"name": "f", "version": newest + 1, "as": newest - 1}
-    assert asked("POST", "functions/f/rollback?version=999").code == "unknown_version"
-    assert asked("POST", "functions/f/rollback?version=two").code == "bad_request"
-    assert asked("POST", "functions/f/rollback?to=2").code == "bad_request"
-    assert asked("PUT", "functions/f/pin").body == {"name": "f", "pinned": True}
-    assert node.status()["functions"]["f"]["pinned"] is True
-    assert asked("DELETE", "functions/f/pin").body == {"name": "f", "pinned": False}
+    assert [row["version"] for row in asked("GET", "functions/http/versions").body["versions"]] == f.versions == [2, 1]
+    assert asked("POST", "functions/http/rollback").body == {"name": "http", "version": 3, "as": 1}
+    assert asked("POST", "functions/http/rollback?version=999").code == "unknown_version"
+    assert asked("POST", "functions/http/rollback?version=two").code == "bad_request"
+    assert asked("POST", "functions/http/rollback?to=2").code == "bad_request"
+    assert asked("PUT", "functions/http/pin").body == {"name": "http", "pinned": True}
+    assert node.status()["functions"]["http"]["pinned"] is True
+    assert asked("DELETE", "functions/http/pin").body == {"name": "http", "pinned": False}
     for path in ("functions/g/versions", "requests?name=g"):
         assert asked("GET", path).code == "unknown_function"
-    invoked = node.http("POST", "/functions/f/invoke", 1, headers={**auth, "X-Request-Id": "r"})
+    invoked = node.http("POST", "/functions/http/invoke", 1, headers={**auth, "X-Request-Id": "r"})
     assert invoked.code == "scope_missing", "to deploy is not to invoke"
-    assert node.admin.invoke("f", b"1") == b'["part 1",1]'
-    rows = asked("GET", "requests?name=f&kind=&most=1").body["requests"]
-    assert [(row["function"], row["outcome"]) for row in rows] == [("f", "ok")]
+    assert node.admin.invoke("http", b"1") == b'["part 1",1]'
+    rows = asked("GET", "requests?name=http&kind=&most=1").body["requests"]
+    assert [(row["function"], row["outcome"]) for row in rows] == [("http", "ok")]
     assert asked("GET", "requests?kind=odd").code == "bad_request"
-    assert asked("GET", "functions/f/logs?since=never").code == "bad_request"
+    assert asked("GET", "functions/http/logs?since=never").code == "bad_request"
 
 
 def test_another_tenants_version_takes_over_no_past() -> None:
