@@ -1,8 +1,9 @@
 """What requests meet while `dormouse up --replace` puts a new node in the place of the one that serves them.
 
-A real node with one emulated GPU and two functions. Fifty requests a second arrive by the clock, half of them on
-connections that are kept open, the others on new ones, and beside them one stream after another is read. A request's
-time is counted from when it was to be sent. Each answer is compared with the right one.
+A real node with one emulated GPU and three functions. Fifty requests a second for two of them arrive by the clock,
+half of them on connections that are kept open, the others on new ones, and beside them one stream after another of the
+third is read: it keeps its instance busy, so of one that has requests too they would wait for it, upgrade or not. A
+request's time is counted from when it was to be sent. Each answer is compared with the right one.
 """
 
 import argparse
@@ -58,6 +59,7 @@ class Load:
 
     node: TestNode
     sums: dict[str, int]  # by function: what it answers to 0
+    streamed: tuple[str, int]  # the same of the one that is asked for streams
     took_s: list[float] = field(default_factory=list)
     streams: int = 0
     failed: list[str] = field(default_factory=list)
@@ -85,8 +87,8 @@ class Load:
 
     def stream(self) -> None:
         """One after the other."""
-        name = next(iter(self.sums))
-        right = [{"step": step, "sum": self.sums[name] + step} for step in range(STEPS)]
+        name, zero = self.streamed
+        right = [{"step": step, "sum": zero + step} for step in range(STEPS)]
         while not self.over.is_set():
             connection = self.node.connect(120)
             try:
@@ -107,9 +109,15 @@ _HEADERS: Final = {"Content-Type": "application/json"}
 
 
 @contextmanager
-def loaded(node: TestNode, sums: dict[str, int], rate_s: float = RATE_S, lanes: int = LANES) -> Iterator[Load]:
+def loaded(
+    node: TestNode,
+    sums: dict[str, int],
+    streamed: tuple[str, int],
+    rate_s: float = RATE_S,
+    lanes: int = LANES,
+) -> Iterator[Load]:
     """While it is open, requests are sent; what came of all of them is known when it is closed."""
-    load = Load(node, sums)
+    load = Load(node, sums, streamed)
     threads = [threading.Thread(target=load.lane, args=(number, lanes, rate_s)) for number in range(lanes)]
     threads.append(threading.Thread(target=load.stream))
     for thread in threads:
@@ -126,11 +134,12 @@ def main(args: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
     with running_node(CONFIG) as node:
         sums = {}
-        for seed, name in enumerate(("f", "g")):
+        for seed, name in enumerate(("f", "g", "s")):
             node.deployed(name, source(seed, 1 << 20))
             sums[name] = node.result(name, {"x": 0})["sum"]
+        streamed = ("s", sums.pop("s"))
         for number in range(1 if args.quick else 3):
-            with loaded(node, sums) as load:
+            with loaded(node, sums, streamed) as load:
                 time.sleep(CALM_S)
                 before = len(load.took_s)
                 begun_s = time.monotonic()
@@ -144,6 +153,7 @@ def main(args: argparse.Namespace) -> None:
                 "failed": load.failed,
                 "replaced_s": replaced_s,
                 "before_p50_ms": statistics.median(load.took_s[:before]) * 1000,
+                "before_longest_s": max(load.took_s[:before]),
                 "longest_s": max(load.took_s),
             }
             print(f"upgrade {number}: {found}", flush=True)

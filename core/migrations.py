@@ -2,30 +2,38 @@
 
 A directory is of version n once MIGRATIONS[n - 1] has been done to it, and its number was written after that. So a step
 that was interrupted is done again from its beginning: each can be repeated, and replaces files by renaming. Files in
-it that have versions of their own (SQLite's) are looked at by who opens them.
+it that have versions of their own (SQLite's) are looked at by who opens them. A node that takes over from one that runs
+keeps what a step will change (wayback.py) until it serves: before that, the older one may have to go on.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
+from dormouse.core import wayback
 from dormouse.core.paths import StatePaths
 from dormouse.core.version import package_version
 from dormouse.schemas.errors import ConfigError
 
-Migration = Callable[[StatePaths], None]
-"""From one version to the next, in a directory that no node has but ours. Repeatable; what it has
-written is on the disk when it returns. Raises OSError, ConfigError."""
+
+@dataclass(frozen=True)
+class Migration:
+    """From one version to the next. ``step`` is repeatable, in a directory that no node has but ours; what it has
+    written is on the disk when it returns. Raises OSError, ConfigError. ``files``: names there of all that an older
+    Dormouse misreads after it; None if that is too much to be copied while requests wait.
+    """
+
+    step: Callable[[StatePaths], None]
+    files: tuple[str, ...] | None
 
 
 def _numbered(state: StatePaths) -> None:
     """Directories from before there were numbers: what is in them has not changed."""
 
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_numbered,)
+MIGRATIONS: Final[tuple[Migration, ...]] = (Migration(_numbered, files=()),)
 """By the version that they begin with. To be appended to with every change that an older Dormouse would misread."""
 
 
@@ -62,14 +70,40 @@ def expect_not_newer(state: StatePaths, migrations: Sequence[Migration] = MIGRAT
     return found
 
 
-def expect_this_version(state: StatePaths) -> None:
-    """For a node that takes over from one that runs, and might have to go on. Raises ConfigError."""
-    found = expect_not_newer(state)
-    if found is None or found.version != len(MIGRATIONS):
+def _missing(state: StatePaths, migrations: Sequence[Migration]) -> Sequence[Migration]:
+    """What is to be done to it. Raises ConfigError."""
+    found = expect_not_newer(state, migrations)
+    return () if found is None else migrations[found.version :]
+
+
+def expect_replaceable(state: StatePaths, goes_back: bool, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """For a node that takes over from one that runs, and might have to go on: ``goes_back`` is whether that one can,
+    once the directory has been migrated. Raises ConfigError.
+    """
+    missing = _missing(state, migrations)
+    if missing and not (goes_back and all(each.files is not None for each in missing)):
         raise ConfigError(
             f"state directory {state.state} is of an older version, and has to be brought to this one's while no node "
-            "runs: `dormouse down`, and then `up`"
+            "runs: `dormouse drain`, which lets requests end, then `dormouse down`, and `up`"
         )
+
+
+def migrate_with_way_back(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> bool:
+    """As :func:`migrate`, for such a node: until it drops the way back, the other may go it. False if there is nothing
+    to be done. Raises ConfigError.
+    """
+    missing = _missing(state, migrations)
+    if not missing:
+        return False
+    try:
+        wayback.keep(state, [state.version.name, *(name for each in missing for name in each.files or ())])
+    except OSError as error:
+        raise ConfigError(
+            f"state directory {state.state}: what its migration changes could not be put aside ({error}); free space "
+            "on its disk, and try again"
+        ) from error
+    migrate(state, migrations)
+    return True
 
 
 def migrate(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> None:
@@ -80,7 +114,7 @@ def migrate(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> 
     version = len(migrations) if found is None else found.version
     try:
         for number in range(version, len(migrations)):
-            migrations[number](state)
+            migrations[number].step(state)
             _write(state, number + 1)
         if found is None:
             _write(state, version)
@@ -92,19 +126,5 @@ def migrate(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> 
 
 
 def _write(state: StatePaths, version: int) -> None:
-    """So that it is on the disk, whole."""
-    early = state.version.with_suffix(".new")
-    with early.open("wb") as file:
-        file.write(msgspec.json.encode(StateVersion(version=version, dormouse=package_version())))
-        file.flush()
-        os.fsync(file.fileno())
-    early.rename(state.version)
-    _sync(state.state)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    text = msgspec.json.encode(StateVersion(version=version, dormouse=package_version()))
+    wayback.write(state.version, text)

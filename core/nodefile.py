@@ -75,6 +75,11 @@ def load_config(path: str | Path) -> NodeConfig:
     return parse_config(tree, str(path), text)
 
 
+def named_config(name: str) -> NodeConfig:
+    """That of a node of this name which has no file. Raises ConfigError."""
+    return parse_config({"node": {"name": name}}, f"--node {name}")
+
+
 def parse_config(tree: object, origin: str = "configuration", text: str = "") -> NodeConfig:
     """Check a decoded tree. Raises ConfigError."""
     try:

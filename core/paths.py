@@ -32,7 +32,7 @@ _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
         r"(node|next)\.(json|new)|replace~?|supervisor\.pid|version|attach|drained|ready|ready\.new|switch[0-9]+"
-        rf"|warming(-{_WORLD})?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
+        rf"|warming(-{_WORLD})?\+?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
     "i": re.compile(r"[0-9]+-[0-9]+"),  # an instance's directory, in which it may make what it likes
@@ -71,6 +71,11 @@ def home_directory(instead: str) -> Path:
     return Path(home)
 
 
+def _of_generation(name: str, generation: int) -> str:
+    """A node that takes over from one that runs has names of its own for what both write."""
+    return f"{name}+" if generation % 2 else name
+
+
 class RunPaths:
     """Paths under a node's run directory."""
 
@@ -101,16 +106,16 @@ class RunPaths:
         """Where a zygote listens; by default that of functions."""
         return str(self.trusted / f"{role}.{epoch}")
 
-    def warming(self, role: str) -> Path:
-        """The file that says how far a zygote's imports have come."""
-        return self.trusted / f"warming{role.removeprefix(ZYGOTE).replace('.', '-')}"
+    def warming(self, role: str, generation: int) -> Path:
+        """The file that says how far a zygote's imports have come; of a node that takes over it is another than that of
+        the node that runs, as its control groups are.
+        """
+        name = f"warming{role.removeprefix(ZYGOTE).replace('.', '-')}"
+        return self.trusted / _of_generation(name, generation)
 
     def groups(self, role: str, generation: int = 0) -> str:
-        """The name of a zygote's control groups. Each zygote has groups of its own, and empties them when it starts:
-        those of a node that takes over (of an odd generation, say) are others than those of the node that runs.
-        """
-        own = self.run if role == ZYGOTE else self.run / role
-        return f"{own}+" if generation % 2 else str(own)
+        """The name of a zygote's control groups. Each zygote has groups of its own, and empties them when it starts."""
+        return _of_generation(str(self.run if role == ZYGOTE else self.run / role), generation)
 
     def instance(self, instance: str) -> str:
         return str(self.instances / instance)
@@ -131,6 +136,7 @@ class StatePaths:
     def __init__(self, state: str | Path) -> None:
         self.state = Path(state)
         self.version = self.state / "version"
+        self.before = self.state / "before"  # of a migration, until the node that made it serves
         self.catalogue = self.state / "catalogue.sqlite3"
         self.keys = self.state / "keys.json"
         self.secrets = self.state / "secrets.json"

@@ -56,12 +56,14 @@ SaidToAsker = Going | Replaced | NotReplaced
 class Estate(SuccessionPacket, frozen=True, kw_only=True, tag="estate"):
     """The first packet. With it come, in this order: the listening socket, the run directory and the state directory,
     both locked, and the ends at which connections and models arrive. ``epochs``: of each role's next process.
+    ``goes_back``: whether it undoes a migration of the state directory, should it have to go on (core/wayback.py).
     """
 
     run: str
     state: str
     epochs: dict[str, int]
     generation: int
+    goes_back: bool = False
     format: int = FORMAT
 
 
@@ -83,4 +85,10 @@ class HeirServes(SuccessionPacket, frozen=True, kw_only=True, tag="serves"):
     """All processes are up."""
 
 
-FromHeir = HeirReady | HeirServes
+class HeirFailed(SuccessionPacket, frozen=True, kw_only=True, tag="failed"):
+    """It ends, and why; also where no file can be written."""
+
+    text: str
+
+
+FromHeir = HeirReady | HeirServes | HeirFailed

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, assert_never
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
 from dormouse.core.node import succession as e
 from dormouse.schemas import succession as s
-from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 LAST_NBYTES: Final = 20_000
 """Of what a successor that failed has written."""
@@ -58,11 +58,12 @@ class HeirProcess:
         command: list[str],
         environment: Mapping[str, str],
         errors: Path,
-        on_message: Callable[[s.FromHeir], None],
+        on_message: Callable[[s.HeirReady | s.HeirServes], None],
         on_end: Callable[[int], None],
     ) -> None:
         """Raises OSError."""
         self.errors = errors
+        self._failure = ""  # why it ends, as it says
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -84,11 +85,8 @@ class HeirProcess:
             self._packets.close()
             raise
 
-        def heard(message: s.FromHeir, fds: list[int]) -> None:
-            close_all(fds)
-            on_message(message)
-
-        self._packets.serve(heard, lambda: None)  # its end is seen by its process
+        self._on_message = on_message
+        self._packets.serve(self._heard, lambda: None)  # its end is seen by its process
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._ended)
 
@@ -108,6 +106,8 @@ class HeirProcess:
 
     def said_last(self, status: int) -> str:
         """Why it has ended."""
+        if self._failure:
+            return self._failure
         try:
             lines = self.errors.read_bytes()[-LAST_NBYTES:].decode(errors="replace").strip().splitlines()
         except OSError:
@@ -122,8 +122,18 @@ class HeirProcess:
         self._process.returncode = 0  # no warning about a living child
         self._close()
 
+    def _heard(self, message: s.FromHeir, fds: list[int]) -> None:
+        close_all(fds)
+        if isinstance(message, s.HeirFailed):
+            self._failure = message.text
+        else:
+            self._on_message(message)
+
     def _ended(self) -> None:
         status = self._process.wait()
+        with suppress(PeerLost, RemoteProtocolError, BlockingIOError):
+            while (packet := self._packets.recv()) is not None:  # its last word
+                self._heard(*packet)
         self._close()
         self._on_end(status)
 
@@ -150,10 +160,6 @@ class Heirs:
         self._path = path
         self._listener: Listener[s.Replace, s.SaidToAsker] | None = None
         self._listen()
-
-    @property
-    def ends_children(self) -> bool:
-        return self._succession.ends_children
 
     def handle(self, event: e.SuccessionEvent) -> None:
         before = self._succession.stage
@@ -277,7 +283,7 @@ class Heirs:
             return
         self._heir.say(estate, fds)
 
-    def _heard(self, message: s.FromHeir) -> None:
+    def _heard(self, message: s.HeirReady | s.HeirServes) -> None:
         match message:
             case s.HeirReady():
                 self.handle(e.HeirImported())

@@ -8,10 +8,8 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +17,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import procfs
-from dormouse.core.nodefile import load_config
+from dormouse.core.nodefile import load_config, named_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import (
@@ -36,6 +34,10 @@ START_S: Final = 180.0
 
 STOP_S: Final = 30.0
 POLL_S: Final = 0.05
+LOOK_S: Final = 1.0
+STOPPED_LOOKS: Final = 3
+"""While a node goes over, who asked looks once a second whether its supervisor is stopped (SIGSTOP)."""
+
 SUPERVISOR: Final = "dormouse.core.node.supervisor"
 
 
@@ -43,21 +45,16 @@ def config_of(file: str | None, node: str | None) -> NodeConfig:
     """What the supervisor will read. Raises ConfigError."""
     if file is not None and node is not None:
         raise ConfigError("give a node file or --node, not both; the file has the node's name in [node]")
-    with _node_file(file, node) as path:
-        return NodeConfig() if path is None else load_config(path)
+    if node is not None:
+        return named_config(node)
+    return NodeConfig() if file is None else load_config(file)
 
 
-@contextmanager
-def _node_file(file: str | None, node: str | None) -> Iterator[str | None]:
-    """The file of the node that is meant; of one that is named, a file that only has the name in it, while it is
-    needed; None for the defaults."""
-    if node is None:
-        yield file
-        return
-    with tempfile.NamedTemporaryFile("w", prefix="dormouse-", suffix=".toml") as named:
-        named.write(f"[node]\nname = {json.dumps(node)}\n")
-        named.flush()
-        yield named.name
+def _words(file: str | None, node: str | None) -> list[str]:
+    """The supervisor's options for the same node; its directory is another."""
+    if node is not None:
+        return ["--node", node]
+    return [] if file is None else [os.path.abspath(file)]
 
 
 def running_pid(run: Path) -> int | None:
@@ -72,11 +69,7 @@ def running_pid(run: Path) -> int | None:
 
 def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
     """Become the supervisor. Does not return."""
-    if node is None:
-        os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else []), *options])
-    with _node_file(file, node) as path:
-        status = subprocess.call([sys.executable, "-m", SUPERVISOR, str(path), *options])
-    sys.exit(status)
+    os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *_words(file, node), *options])
 
 
 def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
@@ -100,8 +93,7 @@ def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> di
         errors = (state.logs / "supervisor.err").open("w+b")
     except OSError as error:
         raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
-    with _node_file(file, node) as path:
-        return _launch(config, path, errors, options)
+    return _launch(config, [*_words(file, node), *options], errors)
 
 
 def replace(
@@ -112,17 +104,13 @@ def replace(
     """
     config = config_of(file, node)
     paths = RunPaths(config.run_directory)
-    if running_pid(paths.run) is None:
+    if (pid := running_pid(paths.run)) is None:
         raise ProcessFailed(f"no node {config.node.name!r} runs that could be replaced; start it without --replace")
-    with _node_file(file, node) as path:
-        command = [sys.executable, "-P", "-m", SUPERVISOR, *([os.path.abspath(path)] if path else []), *options]
-        try:
-            said = _asked(paths.replace, s.Replace(command=command, wait_s=wait_s), told)
-        except (PeerLost, RemoteProtocolError) as error:
-            raise ProcessFailed(
-                f"the running node cannot be asked to go over ({error}); is it of a version that could? "
-                "`dormouse down`, and then `up`"
-            ) from error
+    command = [sys.executable, "-P", "-m", SUPERVISOR, *_words(file, node), *options]
+    try:
+        said = _asked(paths.replace, s.Replace(command=command, wait_s=wait_s), told, pid)
+    except (PeerLost, RemoteProtocolError) as error:
+        raise _unanswered(paths.run, pid, str(error)) from error
     if isinstance(said, s.NotReplaced):
         kind = {2: ConfigError, 5: Unsafe}.get(said.status, ProcessFailed)
         raise kind(f"the running node goes on, and was not replaced: {said.text}")
@@ -130,26 +118,54 @@ def replace(
     return ready
 
 
-def _asked(path: str, replace: s.Replace, told: Callable[[str], None]) -> s.Replaced | s.NotReplaced:
-    """What comes of it. Raises PeerLost, RemoteProtocolError."""
+def _asked(path: str, replace: s.Replace, told: Callable[[str], None], pid: int) -> s.Replaced | s.NotReplaced:
+    """What comes of it. Raises PeerLost, RemoteProtocolError; ProcessFailed if the supervisor ``pid`` is stopped."""
     asker: PacketSocket[s.SaidToAsker, s.Replace] = PacketSocket.connect(path, s.SaidToAsker)
+    looks = 0  # in a row at which it was stopped
     try:
-        asker.sock.settimeout(None)
         asker.send(replace)
-        while (packet := asker.recv()) is not None:
-            if not isinstance(said := packet[0], s.Going):
+        asker.sock.settimeout(None)
+        while looks < STOPPED_LOOKS:
+            if not select.select([asker.sock], [], [], LOOK_S)[0]:
+                looks = looks + 1 if procfs.state(pid) == "T" else 0
+            elif (packet := asker.recv()) is None:
+                raise PeerLost("it hung up")
+            elif isinstance(said := packet[0], s.Going):
+                told(said.text)
+            else:
                 return said
-            told(said.text)
     finally:
         asker.close()
-    raise PeerLost("it hung up")
+    raise ProcessFailed(
+        f"the running node's supervisor (pid {pid}) is stopped, and was asked to go over: `kill -CONT {pid}` has it go "
+        f"on with that, `kill -KILL {pid}` ends it"
+    )
 
 
-def _launch(config: NodeConfig, file: str | None, errors: Any, options: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", SUPERVISOR, *([os.path.abspath(file)] if file else []), *options]
+def _unanswered(run: Path, pid: int, why: str) -> ProcessFailed:
+    """Who was asked to go over has left without an answer: which node is there?"""
+    found = running_pid(run)
+    if found == pid:
+        return ProcessFailed(
+            f"the running node cannot be asked to go over ({why}); is it of a version that could? `dormouse drain`, "
+            "`dormouse down`, and then `up`"
+        )
+    if found is None:
+        return ProcessFailed("the node that was to be replaced has ended meanwhile: `dormouse up` starts this one")
+    return ProcessFailed(
+        f"the node that was to be replaced ended meanwhile, and another has its place (pid {found}): `dormouse status`"
+    )
+
+
+def _launch(config: NodeConfig, words: list[str], errors: Any) -> dict[str, Any]:
     with errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True, cwd="/"
+            [sys.executable, "-m", SUPERVISOR, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+            cwd="/",
         )
         try:
             ready = _await_ready(child, config.run_directory / "t" / "ready")

@@ -140,11 +140,6 @@ class Succession:
         self._wait_s = 0.0
         self._why = ""  # the successor is killed
 
-    @property
-    def ends_children(self) -> bool:
-        """Whether the end of a child is what was wanted."""
-        return self.stage in (Stage.STOPPING, Stage.STARTING, Stage.DONE)
-
     def handle(self, event: SuccessionEvent) -> list[SuccessionEffect]:
         match event:
             case SuccessionAsked(wait_s=wait_s) if self.stage is Stage.IDLE:

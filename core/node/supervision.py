@@ -1,55 +1,48 @@
-"""The processes of a node: started, watched by their sentinels and heartbeats, replaced when they die.
+"""A node's life: its processes watched by their sentinels and heartbeats, and replaced when they die; the node given to
+a successor, or taken over from the one before it.
 
-Knows roles and epochs and nothing of GPUs; deaths.py decides what becomes of the node. An executor or a zygote is
-replaced alone; the router, the controller and the store hold state that the others refer to, so when one of them dies
-all are started anew from the catalogue. Only zygotes stay, which have no other state than their imports: they end their
-instances. The TCP socket on which the router listens is the supervisor's: connections that a dying router has not
-accepted wait in it for the next one.
+Knows roles and epochs and nothing of GPUs. deaths.py decides what becomes of the node when a process dies,
+succession.py how it goes over; phase.py has the table of what it is at. An executor or a zygote is replaced alone; the
+router, the controller and the store hold state that the others refer to, so when one of them dies all are started anew
+from the catalogue. Only zygotes stay, which have no other state than their imports: they end their instances. The TCP
+socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it for
+the next.
 """
 
 import asyncio
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
 
-from dormouse.core import log
+from dormouse.core import log, wayback
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory
-from dormouse.core.evidence import EVIDENCE_FD, EvidencePages
-from dormouse.core.listening import LISTEN_FD
-from dormouse.core.node.children import RunningRole, patience_s
+from dormouse.core.migrations import expect_not_newer, migrate_with_way_back
+from dormouse.core.node.children import RunningRole
 from dormouse.core.node.deaths import Deaths, EndNode, StartAll, StartAlone
 from dormouse.core.node.heir import Heirs
-from dormouse.core.node.legacies import Legacies
 from dormouse.core.node.notify import ServiceManager
+from dormouse.core.node.phase import Phase, entered
 from dormouse.core.node.predecessor import Predecessor
-from dormouse.core.node.roles import ALONE, ON_DEMAND, kind
+from dormouse.core.node.registry import Registry
+from dormouse.core.node.roles import ALONE, kind
 from dormouse.core.node.succession import ChildLost, RouterLeft, Stopped
 from dormouse.core.paths import RunPaths, StatePaths
-from dormouse.core.sandbox.warming import Warming
-from dormouse.core.sandbox.world import ZYGOTE, dormant_worlds, worlds
+from dormouse.core.sandbox.world import ZYGOTE
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import ConfigError, PeerLost, ProcessFailed
 
-STOPPED_S: Final = 2.5
-"""A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
-
-STOP_S: Final = 10.0
-LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
-END_S: Final = 10.0  # for a zygote to end its instances: milliseconds, but for a machine with much else to do
-EPOCHS_APART: Final = 10  # of a node and its successor: more than processes are started before that is decided
+WATCH_S: Final = 1.0
 
 
 class Supervisor:
-    """State of a node's processes, by role."""
+    """State of a node; that of its processes is the registry's."""
 
     def __init__(
         self,
@@ -70,22 +63,13 @@ class Supervisor:
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
-        self.dormant = dormant_worlds(config)
-        self.worlds = worlds(config) | self.dormant
-        self.roles = ["store", "controller", "router", *worlds(config), *(f"gpu{k}" for k in range(config.gpu_count))]
-        self.children: dict[str, RunningRole] = {}
-        before = {} if predecessor is None else predecessor.estate.epochs
-        self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0) | before
-        self._legacies = Legacies({} if predecessor is None else predecessor.given)
+        self._phase = Phase.RUNS if predecessor is None else Phase.STANDS_BY
+        given, epochs = ({}, {}) if predecessor is None else (predecessor.given, predecessor.estate.epochs)
+        self._registry = Registry(config, listening, given, epochs, self._heard, self._exited, self._lost)
         self.loop = asyncio.get_running_loop()
         self.log = log.get_logger()
-        self._deaths = Deaths(self.roles, self.worlds)
+        self._deaths = Deaths(self._registry.roles, self._registry.worlds)
         self._pauses: dict[str, asyncio.TimerHandle] = {}  # by role that is started again after one
-        self._stopping = False
-        self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
-        self._evidence = EvidencePages()
-        self._restarting_all = False
-        self._ended = asyncio.Event()  # a process has, or the instances of a zygote
         self._outcome: asyncio.Future[None] = self.loop.create_future()
         self._heirs: Heirs | None = None
         self._ending: asyncio.Task[None] | None = None  # all but zygotes, for a successor
@@ -99,15 +83,18 @@ class Supervisor:
             self._take_charge()
             self._say_who()
         else:
+            self._registry.forget_imports()
             self._predecessor.serve(self._has_it, self._predecessor_left)
-        for role in self.roles:
-            self._start(role)
-        watch = self.loop.call_later(1.0, self._watch)
+        self._start_missing()
+        watch = self.loop.call_later(WATCH_S, self._watch)
         try:
             await self._outcome
         finally:
             watch.cancel()
             await self._stop()
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = entered(self._phase, phase)
 
     def _take_charge(self) -> None:
         """The run directory is ours. Raises OSError."""
@@ -124,8 +111,7 @@ class Supervisor:
     # --- a node that takes over from another
 
     def _begin_if_all_have_imported(self) -> None:
-        children = [self.children.get(role) for role in self.roles]
-        if not self._said_ready and all(child is not None and child.imported for child in children):
+        if not self._said_ready and self._registry.imported:
             self._said_ready = True
             assert self._predecessor is not None
             self._predecessor.say(s.HeirReady())
@@ -133,12 +119,15 @@ class Supervisor:
     def _has_it(self) -> None:
         """Nothing of the old node runs any more but zygotes."""
         try:
+            if migrate_with_way_back(self.state):
+                self.log.info("state_migrated")
             self.directory.make()
             self._take_charge()
         except (ConfigError, OSError, PeerLost) as error:
-            self._fail(f"run directory {self.paths.run} cannot be taken over: {error}")
+            self._fail(f"the directories of the node cannot be taken over: {error}")
             return
-        for child in self.children.values():
+        self._enter(Phase.RUNS)
+        for child in self._registry.children.values():
             child.begin()
 
     def _predecessor_left(self) -> None:
@@ -147,27 +136,21 @@ class Supervisor:
             self._fail("the node that was to be replaced has ended, or does not go over")
         elif self._deaths.was_ready:
             self._tell_peers()  # a service manager listens to its main process alone, which is this one now
+        else:
+            self._say_who()
 
     # --- a node from which another takes over
 
     def have_router_leave(self, wait_s: float) -> None:
-        if (router := self.children.get("router")) is not None:
-            router.send(m.Leave(within_ms=int(wait_s * 1000)))
+        self._registry.tell("router", m.Leave(within_ms=int(wait_s * 1000)))
 
     def stop_for_heir(self) -> None:
+        self._enter(Phase.GOES_OVER)
         self._ending = self.loop.create_task(self._stop_for_heir())
         self._ending.add_done_callback(self._stopped_for_heir)
 
     async def _stop_for_heir(self) -> None:
-        """The store is last: nobody writes to what it leaves. The successor's instances get the uids of ours."""
-        await self._end_all({"router"} & self.children.keys())
-        for role in self.worlds.keys() & self.children.keys():
-            self.children[role].end_instances(within_s=END_S)
-        await self._end_all(self.children.keys() - self.worlds.keys() - {"store"})
-        await self._until(lambda: not any(child.ending_instances for child in self.children.values()))
-        if (store := self.children.get("store")) is not None:
-            store.send(m.Leave())
-        await self._end_all({"store"} & self.children.keys())
+        await self._registry.end_for_heir()
         assert self._heirs is not None
         self._heirs.handle(Stopped())
 
@@ -177,112 +160,66 @@ class Supervisor:
 
     def refusal(self) -> str:
         """Why it cannot go over just now, or "". A successor is given what the router and the store have then."""
-        roles = [role for role in self.roles if kind(role) not in ALONE]
-        missing = [role for role in roles if role not in self.children or not self.children[role].ready]
+        roles = [role for role in self._registry.roles if kind(role) not in ALONE]
+        missing = [role for role in roles if role not in self._registry.up]
         return f"{', '.join(missing)} of the node starts; try again when it is up" if missing else ""
 
     def estate(self) -> tuple[s.Estate, list[int]]:
-        """Ours from now on are later epochs, should it come to nothing."""
+        epochs, ends = self._registry.leave_to_heir()
         estate = s.Estate(
             run=str(self.paths.run),
             state=str(self.state.state),
-            epochs=dict(self.epochs),
+            epochs=epochs,
             generation=self.config.start.generation,
+            goes_back=True,
         )
-        self.epochs = {role: epoch + EPOCHS_APART for role, epoch in self.epochs.items()}
-        fds = [self.listening.fileno(), self.directory.fd, self.state_fd]
-        return estate, [*fds, *(self._legacies.heir_end(role) for role in ("router", "store"))]
+        return estate, [self.listening.fileno(), self.directory.fd, self.state_fd, *ends]
 
     def serve_on(self, anew: bool) -> None:
-        if not anew or self._stopping:
+        if not anew or self._phase is Phase.ENDS:
             return
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
         try:
+            if wayback.go(self.state):
+                self.log.warning("migration_undone")
+            expect_not_newer(self.state)
             self._take_charge()
             self._say_who()
         except (ConfigError, OSError, PeerLost) as error:
-            self._fail(f"run directory {self.paths.run} cannot be had back: {error}")
+            self._fail(f"the directories of the node cannot be had back: {error}")
             return
-        self._restart_all("its successor did not start")
-        self._go_on()
+        self._start_anew("its successor did not start")
 
     def retire(self, heir_pid: int) -> None:
         self.owns = False
         self.service.main_is(heir_pid)
         self._finish()
 
-    # --- processes
-
-    def _start(self, role: str) -> None:
-        epoch = self.epochs[role] = self.epochs[role] + 1
-        try:
-            self.children[role] = RunningRole(
-                role,
-                epoch,
-                run=self.paths.run,
-                link_path=self.paths.link("supervisor", role, epoch),
-                python=self.worlds[role].python if role in self.worlds else sys.executable,
-                threads=self.config.gpu_threads,
-                stderr=self.state.logs / f"{role}.err",
-                inherits=self._inherits(role),
-                stands_by=self._predecessor is not None and not self._predecessor.owned,
-                on_message=self._heard,
-                on_exit=self._exited,
-            )
-        except ProcessFailed as error:
-            self.log.error("process_not_started", child=role, epoch=epoch, reason=str(error))
-            self._lost(role, str(error), ready=False, blamed=False)
-            return
-        self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
-
-    def _wanted(self, role: str) -> None:
-        if (role in ON_DEMAND or role in self.dormant) and role not in self.roles:
-            self.roles.append(role)
-            self.epochs.setdefault(role, 0)
-            self._deaths.add(role)
-            if not self._restarting_all and not self._stopping and role not in self.children:
-                self._start(role)  # else when the one that was dismissed has ended
-
-    def _inherits(self, role: str) -> dict[str, int]:
-        if role == "store":
-            return self._legacies.inherits(role)
-        if role == "router":
-            return {LISTEN_FD: self.listening.fileno()} | self._legacies.inherits(role)
-        if kind(role) == "gpu":
-            return {EVIDENCE_FD: self._evidence.renew(role)}
-        return {}
+    # --- what processes say
 
     def _heard(self, child: RunningRole, message: m.ToSupervisor) -> None:
-        if self._predecessor is not None and not self._predecessor.owned:
+        if self._phase is Phase.STANDS_BY:
             self._begin_if_all_have_imported()
         match message:
             case m.Ready():
                 child.ready = True
                 self._deaths.ready(child.role)
-                self._ended.set()
+                self._registry.changed()
                 self.log.info("process_ready", child=child.role, epoch=child.epoch)
                 self._tell_peers()
                 self._go_on()
             case m.RoleFailed(text=text):
                 child.failure = text
             case m.KillRole(role=role, epoch=epoch, text=text):
-                victim = self.children.get(role)
-                if victim is not None and victim.epoch == epoch:
-                    self.log.error("process_killed", child=role, epoch=epoch, reason=text)
-                    victim.look(self.loop.time())
-                    if victim.stopped_s is None:  # else it could not do otherwise
-                        victim.watchdog = text
-                    victim.kill()
+                self._registry.kill(role, epoch, text)
             case m.WantRole(role=role):
-                self._wanted(role)
+                if self._registry.add(role):
+                    self._deaths.add(role)
+                    self._start(role)  # else when the one that was dismissed has ended
             case m.DismissRole(role=role, epoch=epoch):
-                dismissed = self.children.get(role)
-                if role in self.dormant and role in self.roles and dismissed is not None and dismissed.epoch == epoch:
-                    self.roles.remove(role)
-                    dismissed.dismissed = True
-                    dismissed.send(m.Shutdown())
+                self._registry.dismiss(role, epoch)
             case m.Left():
                 if self._heirs is not None:
                     self._heirs.handle(RouterLeft())
@@ -290,10 +227,13 @@ class Supervisor:
                 pass
 
     def _tell_peers(self) -> None:
-        up, down = {role: child.epoch for role, child in self.children.items() if child.ready}, self._deaths.down
-        for child in self.children.values():
+        up, down = self._registry.up, self._deaths.down
+        for child in self._registry.children.values():
             child.send(m.Peers(up=up, down=down))
-        if all(role in up or role in down for role in self.roles) and not self._stopping:
+        if all(role in up or role in down for role in self._registry.roles) and self._phase is not Phase.ENDS:
+            if not self._deaths.was_ready:
+                self._say_who()  # before the old node hears of it, who ends that ends both
+                wayback.drop(self.state)
             self._deaths.was_ready = self.owns = True
             self._say_ready(up, down)
 
@@ -304,7 +244,7 @@ class Supervisor:
             "host": self.config.node.host,
             "port": self.listening.getsockname()[1],
             "up": up,
-            "left_out": self._left_out[ZYGOTE],
+            "left_out": self._registry.left_out[ZYGOTE],
             "down": down,
         }
         temporary = self.paths.trusted / "ready.new"
@@ -313,114 +253,80 @@ class Supervisor:
         reasons = [f"{role} is down: {why}" for role, why in down.items()]
         self.service.ready("; ".join(reasons) or f"all processes are up, port {ready['port']}")
         if self._predecessor is not None:
-            self._say_who()  # before that, who ends the old node ends both
             self._predecessor.say(s.HeirServes())
 
+    # --- starting, and starting again
+
+    def _start(self, role: str) -> None:
+        if self._phase.starts_roles and role not in self._registry.children:
+            self._registry.start(role, stands_by=self._phase is Phase.STANDS_BY)
+
+    def _start_missing(self) -> None:
+        for role in list(self._registry.roles):
+            self._start(role)
+
     def _exited(self, child: RunningRole, status: int) -> None:
-        if self.children.get(child.role) is child:
-            del self.children[child.role]
-        self._ended.set()
-        if self._stopping or (self._heirs is not None and self._heirs.ends_children):
+        if self._phase.wants_ends:
             return
         if child.dismissed:
             self.log.info("process_dismissed", child=child.role, epoch=child.epoch)
             self._tell_peers()
-            if child.role in self.roles and not self._restarting_all:  # wanted again meanwhile
+            if child.role in self._registry.roles:  # wanted again meanwhile
                 self._start(child.role)
             return
         words = child.last_words(500)
         self.log.error("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)
-        if child.role in self.worlds and self._fewer_libraries(child.role) and not self._restarting_all:
+        if self._registry.fewer_libraries(child.role) and self._phase.starts_roles:
             self._start(child.role)
             return
         why = child.failure or f"status {status}: {child.last_words().strip()}"
-        self._lost(child.role, why, ready=child.ready, blamed=self._blame(child, status))
+        self._lost(child.role, why, ready=child.ready, blamed=self._registry.blame(child, status))
 
-    def _lost(self, role: str, why: str, *, ready: bool, blamed: bool) -> None:
+    def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False) -> None:
         """A process has ended, or could not be started: what becomes of it, and of the node?"""
-        if self._predecessor is not None and not self._predecessor.owned:
+        if self._phase is Phase.STANDS_BY:
             self._fail(f"{role} did not start: {why}")
             return
         if self._heirs is not None and kind(role) not in ALONE:
             self._heirs.handle(ChildLost(role))
-        now_s = self.loop.time()
-        match self._deaths.died(role, why, ready=ready, blamed=blamed, all_start=self._restarting_all, now_s=now_s):
+        now_s, all_start = self.loop.time(), self._phase is Phase.ANEW
+        match self._deaths.died(role, why, ready=ready, blamed=blamed, all_start=all_start, now_s=now_s):
             case EndNode(text=text):
                 self._fail(text)
             case StartAlone(pause_s=pause_s):
                 self._tell_peers()
                 if (waiting := self._pauses.pop(role, None)) is not None:
                     waiting.cancel()
-                self._pauses[role] = self.loop.call_later(pause_s, self._start_again, role)
-            case StartAll() if self._restarting_all:
+                self._pauses[role] = self.loop.call_later(pause_s, self._start, role)
+            case StartAll() if all_start:
                 self._go_on()
             case StartAll():
-                self._restart_all(role)
+                self._start_anew(role)
 
-    def _restart_all(self, because: str) -> None:
+    def _start_anew(self, because: str) -> None:
         self.log.error("node_restarts", because=because)
-        self._restarting_all = True
-        for other in self.children.values():
-            match kind(other.role):
-                case "router":  # it answers its clients first
-                    other.signal(signal.SIGTERM)
-                    self.loop.call_later(LEAVE_S, other.kill)
-                case "zygote":
-                    other.end_instances(within_s=END_S)
-                case _:
-                    other.kill()
+        self._enter(Phase.ANEW)
+        self._registry.end_soon()
+        self._go_on()
 
     def _go_on(self) -> None:
         """Start all anew, once nothing of the old ones is left."""
-        left = (child for child in self.children.values() if child.role not in self.worlds or child.ending_instances)
-        if not self._restarting_all or any(left):
+        if self._phase is not Phase.ANEW or self._registry.lasting:
             return
-        self._restarting_all = False
+        self._enter(Phase.RUNS)
         try:
             self.directory.make()
         except (ConfigError, OSError) as error:
             self._fail(f"run directory {self.paths.run} cannot be made anew: {error}")
             return
-        for role in self.roles:
-            if role not in self.children:
-                self._start(role)
-
-    def _fewer_libraries(self, role: str) -> bool:
-        """Whether a zygote ended because of a library that its successor will leave out; never for the same twice."""
-        found = Warming.read(self.paths.warming(role), role).left_out
-        new = {name: reason for name, reason in found.items() if name not in self._left_out[role]}
-        for name, reason in new.items():
-            self.log.warning("library_left_out", child=role, library=name, reason=reason)
-        self._left_out[role] = found
-        return bool(new)
-
-    def _start_again(self, role: str) -> None:
-        if not self._stopping and not self._restarting_all and role not in self.children:
-            self._start(role)
-
-    def _blame(self, child: RunningRole, status: int) -> bool:
-        """Tell the router whose command an executor has died of; False if of nobody's."""
-        instance, why = self._evidence.blame(child.role, status, child.watchdog)
-        if not why:
-            return False
-        self.log.error("executor_died_of", child=child.role, epoch=child.epoch, instance=instance, reason=why)
-        if (router := self.children.get("router")) is not None:
-            router.send(m.Blame(instance=instance, text=why))
-        return True
+        self._start_missing()
 
     def _watch(self) -> None:
-        """Once a second: who is stopped or has been silent, and who has not managed to start?"""
-        now_s = self.loop.time()
         self.service.alive()
-        for child in list(self.children.values()):
-            if (stopped_s := child.look(now_s)) >= STOPPED_S:
-                self.log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
-                child.kill()
-            if now_s - child.seen_s > patience_s(waits=child.waits, ready=child.ready):
-                self.log.error("process_silent", child=child.role, epoch=child.epoch, for_s=now_s - child.seen_s)
-                child.watchdog = f"no sign of life for {now_s - child.seen_s:.0f} s"
-                child.kill()
-        self.loop.call_later(1.0, self._watch)
+        self._registry.watch()
+        self.loop.call_later(WATCH_S, self._watch)
+
+    # --- the node's end
 
     def _finish(self) -> None:
         if not self._outcome.done():
@@ -440,34 +346,15 @@ class Supervisor:
         """End every child; the router before the others, for it answers its clients and ends its instances while these
         still live, and takes no end of theirs for a fault.
         """
-        self._stopping = True
+        self._enter(Phase.ENDS)
         if self._heirs is not None:
             self._heirs.close()
         if self._ending is not None:
             self._ending.cancel()
         if self.owns:
             self.service.stopping()
-        for child in self.children.values():
+        for child in self._registry.children.values():
             if child.stands_by or not self.owns:
                 child.kill()
-        await self._end_all({"router"} & self.children.keys())
-        await self._end_all(set(self.children))
-
-    async def _end_all(self, roles: set[str]) -> None:
-        for role in roles:
-            self.children[role].send(m.Shutdown())
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._gone(roles)
-        except TimeoutError:
-            for role in roles & self.children.keys():
-                self.children[role].kill()
-            await self._gone(roles)
-
-    async def _gone(self, roles: set[str]) -> None:
-        await self._until(lambda: not roles & self.children.keys())
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self._ended.clear()
-            await self._ended.wait()
+        await self._registry.end({"router"})
+        await self._registry.end(set(self._registry.children))

@@ -1,4 +1,5 @@
-"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml] [--without NAME] [--forget-models]``.
+"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--without NAME]
+[--forget-models]``.
 
 Takes the directories and the listening socket of a node, as the first or from the node that it replaces, and removes
 the run directory when it leaves. What it then does is in supervision.py.
@@ -13,19 +14,20 @@ import msgspec
 import orjson
 import uvloop
 
-from dormouse.core import exposure, log
+from dormouse.core import exposure, log, wayback
 from dormouse.core.config import NodeConfig, StartSection
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
 from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import bind_tcp, expect_same_address
-from dormouse.core.migrations import expect_this_version, migrate
+from dormouse.core.migrations import expect_replaceable, migrate
 from dormouse.core.node.notify import ServiceManager
 from dormouse.core.node.predecessor import Predecessor
 from dormouse.core.node.supervision import Supervisor
-from dormouse.core.nodefile import load_config
+from dormouse.core.nodefile import load_config, named_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.startup import keep_node_config
+from dormouse.schemas import succession as s
 from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
 
 
@@ -41,6 +43,7 @@ async def serve(config: NodeConfig, service: ServiceManager | None = None) -> No
         supervisor = None
         try:
             lock(state_fd, state.state, "state directory")
+            wayback.go(state)
             migrate(state)
             directory.empty()
             directory.make()
@@ -81,12 +84,15 @@ async def succeed(config: NodeConfig, service: ServiceManager, fd: int) -> None:
                     f"{state.state}: one that replaces it has the same ([node] run and state)"
                 )
             expect_same_address(listening, config.node.host, config.node.port)
-            expect_this_version(state)
+            expect_replaceable(state, estate.goes_back)
             config = _of_this_start(config, state, estate.generation + 1)
             keep_node_config(config, next_=True)
             log.configure("supervisor", state.role_log("supervisor"))
             supervisor = Supervisor(config, directory, listening, service, state_fd, predecessor)
             await supervisor.run()
+    except (ConfigError, ProcessFailed, OSError) as error:
+        predecessor.say(s.HeirFailed(text=str(error)))
+        raise
     finally:
         if supervisor is not None and supervisor.owns:
             directory.remove()
@@ -99,13 +105,17 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used, 5 it would be unsafe."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?")
+    parser.add_argument("--node", metavar="NAME")
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--forget-models", action="store_true")
     parser.add_argument("--succeed", type=int, metavar="FD")
     arguments = parser.parse_args(argv)
     service = ServiceManager.take()
     try:
-        config = load_config(arguments.file) if arguments.file else NodeConfig()
+        if arguments.node is not None:
+            config = named_config(arguments.node)
+        else:
+            config = load_config(arguments.file) if arguments.file else NodeConfig()
         start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
         config = counted(msgspec.structs.replace(config, start=start))
         exposure.check(config)
@@ -114,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
         return 5 if isinstance(error, Unsafe) else 2
-    except ProcessFailed as error:
+    except (ProcessFailed, OSError) as error:  # a full disk, say
         sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
         return 1
     finally:

@@ -245,7 +245,8 @@ def main() -> int:
 
     level = confinement.probe(level, gather(), place, uid)
     gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
-    entry = preload.import_world(world, Warming.read(paths.warming(world.role), world.role))
+    warming = Warming.read(paths.warming(world.role, config.start.generation), world.role)
+    entry = preload.import_world(world, warming)
     seen = gather()  # once more: what was imported lies somewhere, and may have changed sys.path
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     server = ForkServer(level, seen, place, groups, config.sandbox, entry)

@@ -215,6 +215,13 @@ class HttpConnection(ReceivingConnection):
         """It was another router's, and is idle."""
         self._due_s = self.loop.time() + self._bounds.keep_alive_s
 
+    def is_left(self) -> None:
+        """A successor takes over. Of TLS nothing can go there: what its client has asked for last is answered, and it
+        is told to come back on another connection.
+        """
+        if self.below is not None and self.cycle is not None:
+            self.cycle.keep_alive = False
+
     def go_over(self) -> None:
         """To the successor, if it is idle and all that it was told is on its way; what its client says from now on
         waits in the kernel.

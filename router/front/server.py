@@ -119,6 +119,8 @@ class HttpServer(uvicorn.Server):
         self._onward.give = heir.give
         for server in self.servers:
             server.close()  # the socket itself is the supervisor's
+        for connection in self._connections():
+            connection.is_left()
         if self._certificate is not None:
             await asyncio.sleep(TLS_IDLE_S)  # who sends now is answered, and told to come back on another connection
         while found := [each for each in self._connections() if not (each.stays or each.closes)]:

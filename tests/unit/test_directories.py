@@ -47,7 +47,7 @@ def left_by_a_killed_node(run: Path) -> Path:
     directory = RunDirectory.claim(run)
     directory.make()
     names = ("node.json", "ready", "controller-gpu0.3", "gpu0.fds.3", "switch0")
-    for name in (*names, "zygote.1", "zygote.vision2.1", "warming", "warming.new", "warming-vision2.new"):
+    for name in (*names, "zygote.1", "zygote.vision2.1", "warming", "warming.new", "warming-vision2+.new"):
         (run / "t" / name).touch()
     (run / "i" / "1-17" / "tmp").mkdir(parents=True)
     (run / "i" / "1-17" / "tmp" / "whatever it liked").touch()

@@ -1,12 +1,20 @@
 """State directories of older and newer versions, and migrations that are interrupted at any point."""
 
 import os
-from collections.abc import Callable
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from dormouse.core.migrations import StateVersion, found_version, migrate
+from dormouse.core import wayback
+from dormouse.core.migrations import (
+    Migration,
+    StateVersion,
+    expect_replaceable,
+    found_version,
+    migrate,
+    migrate_with_way_back,
+)
 from dormouse.core.paths import StatePaths
 from dormouse.core.version import package_version
 from dormouse.schemas.errors import ConfigError
@@ -17,8 +25,8 @@ def state(tmp_path: Path) -> StatePaths:
     return StatePaths(tmp_path)
 
 
-def _steps(done: list[str]) -> list[Callable[[StatePaths], None]]:
-    return [lambda state, n=n: done.append(f"{n} -> {n + 1}") for n in range(3)]  # type: ignore[misc]
+def _steps(done: list[str]) -> list[Migration]:
+    return [Migration(lambda state, n=n: done.append(f"{n} -> {n + 1}"), files=()) for n in range(3)]  # type: ignore[misc]
 
 
 def test_a_new_directory_is_of_this_version_and_no_step_is_done_to_it(state: StatePaths) -> None:
@@ -68,7 +76,7 @@ def test_a_step_that_fails_is_done_again(state: StatePaths) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigError, match=r"of version 0 could not .* to version 3 \(.*No space.* free space"):
-        migrate(state, [steps[0], full, steps[2]])
+        migrate(state, [steps[0], Migration(full, files=()), steps[2]])
     assert (done, found_version(state)) == (["0 -> 1"], StateVersion(version=1, dormouse=package_version()))
     migrate(state, steps)
     assert done == ["0 -> 1", "1 -> 2", "2 -> 3"]
@@ -93,11 +101,11 @@ def test_who_is_killed_in_a_migration_leaves_what_the_next_start_completes(state
 
     child = os.fork()
     if child == 0:
-        migrate(state, [lambda state: step(state, True)])
+        migrate(state, [Migration(lambda state: step(state, True), files=())])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert found_version(state) == StateVersion(version=0)
-    migrate(state, [lambda state: step(state, False)])
+    migrate(state, [Migration(lambda state: step(state, False), files=())])
     assert (state.catalogue.read_text(), found_version(state)) == (
         "new",
         StateVersion(version=1, dormouse=package_version()),
@@ -107,5 +115,138 @@ def test_who_is_killed_in_a_migration_leaves_what_the_next_start_completes(state
 def test_the_number_is_written_after_the_step(state: StatePaths) -> None:
     state.catalogue.touch()
     seen: list[StateVersion | None] = []
-    migrate(state, [lambda state: seen.append(found_version(state))] * 2)
+    migrate(state, [Migration(lambda state: seen.append(found_version(state)), files=())] * 2)
     assert [each.version for each in seen if each is not None] == [0, 1]
+
+
+# --- under a node that takes over from one that runs
+
+
+def _rewrites(state: StatePaths) -> None:
+    """What an older Dormouse cannot read: a table, a file, and one that is new."""
+    with sqlite3.connect(state.catalogue) as database:
+        database.execute("drop table functions")
+    database.close()
+    wayback.write(state.keys, b"other keys")
+    (state.state / "more").write_text("new")
+
+
+REWRITES = Migration(_rewrites, files=("catalogue.sqlite3", "keys.json", "more"))
+LARGE = Migration(_rewrites, files=None)
+
+
+def _old(state: StatePaths) -> dict[str, bytes]:
+    """A directory of version 1, with a row that lies in the log of its database alone; its files."""
+    database = sqlite3.connect(state.catalogue)
+    database.execute("pragma journal_mode = wal")
+    database.execute("create table functions (name)")
+    database.commit()
+    database.execute("pragma wal_checkpoint(truncate)")
+    database.execute("insert into functions values ('f')")
+    database.commit()
+    wal = (state.state / "catalogue.sqlite3-wal").read_bytes()
+    database.close()
+    (state.state / "catalogue.sqlite3-wal").write_bytes(wal)
+    state.keys.write_text("keys")
+    state.version.write_text('{"version": 1}')
+    return _files(state)
+
+
+def _files(state: StatePaths) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in state.state.iterdir() if not path.name.endswith("-shm")}
+
+
+def test_a_node_that_takes_over_migrates_and_the_old_one_may_go_back(state: StatePaths) -> None:
+    before, steps = _old(state), [LARGE, REWRITES]
+    expect_replaceable(state, True, steps)
+    assert migrate_with_way_back(state, steps) is True
+    assert (found_version(state), state.keys.read_text()) == (
+        StateVersion(version=2, dormouse=package_version()),
+        "other keys",
+    )
+    assert wayback.go(state) is True
+    assert _files(state) == before
+    with sqlite3.connect(state.catalogue) as database:
+        assert database.execute("select name from functions").fetchall() == [("f",)]
+    database.close()
+    assert wayback.go(state) is False
+
+
+def test_once_the_new_one_serves_there_is_no_way_back(state: StatePaths) -> None:
+    _old(state)
+    migrate_with_way_back(state, [LARGE, REWRITES])
+    wayback.drop(state)
+    assert wayback.go(state) is False
+    assert state.keys.read_text() == "other keys"
+    assert sorted(path.name for path in state.state.iterdir() if "catalogue" not in path.name) == [
+        "keys.json",
+        "more",
+        "version",
+    ]
+
+
+def test_a_directory_of_this_version_is_left_as_it_is(state: StatePaths) -> None:
+    before = _old(state)
+    expect_replaceable(state, False, [LARGE])
+    assert migrate_with_way_back(state, [LARGE]) is False
+    assert _files(state) == before
+
+
+@pytest.mark.parametrize(
+    ("goes_back", "steps"), [(False, [LARGE, REWRITES]), (True, [LARGE, LARGE]), (True, [LARGE, REWRITES, LARGE])]
+)
+def test_what_cannot_be_undone_is_refused_with_what_to_do(
+    state: StatePaths, goes_back: bool, steps: list[Migration]
+) -> None:
+    before = _old(state)
+    with pytest.raises(ConfigError, match=r"while no node runs: `dormouse drain`.* then `dormouse down`, and `up`"):
+        expect_replaceable(state, goes_back, steps)
+    assert _files(state) == before
+
+
+def _syncs_fail_from(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk has no room any more from the ``number``th time on that something is written there."""
+    left = [number]
+
+    def sync(fd: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync)
+
+
+def test_a_disk_that_is_full_at_any_moment_leaves_a_way_back(
+    state: StatePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is kept, while the step is done, and on the way back, which is gone again then."""
+    before, steps = _old(state), [LARGE, REWRITES]
+    failed: list[str] = []
+    for number in range(100):
+        with monkeypatch.context() as there:
+            _syncs_fail_from(there, number)
+            try:
+                migrate_with_way_back(state, steps)
+                wayback.go(state)
+            except ConfigError as error:
+                failed.append(str(error))
+        wayback.go(state)
+        assert {name: data for name, data in _files_there(state).items() if ".new" not in name} == before, number
+        if len(failed) <= number:
+            break
+    assert all("No space left" in text for text in failed)
+    assert {text.partition(" could")[2].partition(" (")[0] for text in failed} == {
+        " not be put aside",
+        " not be brought to version 2",
+        " not be undone",
+    }
+    assert _files(state) == before
+
+
+def _files_there(state: StatePaths) -> dict[str, bytes]:
+    """Also beside what a full disk has left half made."""
+    return {
+        path.name: path.read_bytes()
+        for path in state.state.iterdir()
+        if path.is_file() and not path.name.endswith("-shm")
+    }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dormouse.core.node import children, cli_service, supervision
+from dormouse.core.node import children, cli_service, registry
 from dormouse.core.node.cli import cli
 
 STRANGE = '/srv/a b/100%/$HOME/"q"/node.toml'
@@ -35,7 +35,7 @@ def test_words_of_a_command_are_taken_as_they_are() -> None:
 def test_its_times_leave_the_supervisor_its_own() -> None:
     of_unit = settings(cli_service.unit("default", ["/bin/true"], root=True))
     assert int(of_unit["TimeoutStartSec"].removesuffix("min")) * 60 > children.START_S
-    assert int(of_unit["TimeoutStopSec"]) > 2 * supervision.STOP_S
+    assert int(of_unit["TimeoutStopSec"]) > 2 * registry.STOP_S
     assert int(of_unit["WatchdogSec"]) > 10  # seconds; the supervisor tells each second
 
 

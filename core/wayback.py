@@ -1,0 +1,103 @@
+"""The way back from a migration under a node that runs: copies of what it changes, in STATE/before, until the newer
+version serves. Owns that directory.
+
+It is there whole or not at all. While it is there, no newer node has said that it serves: whoever finds it puts all
+back as it was, and may be interrupted in that. What the newer node has written meanwhile into those files is given up.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+from dormouse.core.paths import StatePaths
+from dormouse.schemas.errors import ConfigError
+
+_NAMES: Final = "names.json"
+_SHARED: Final = "-shm"
+_SQLITE: Final = ("", "-wal", _SHARED)
+"""What there may be of a database, beside the file that has its name. Of its last, which it makes from the others,
+nothing is kept.
+"""
+
+
+def keep(state: StatePaths, names: Iterable[str]) -> None:
+    """Copy these files, as far as they are there; nobody writes to them. Raises OSError."""
+    early = state.before.with_suffix(".new")
+    _remove(early)
+    early.mkdir(mode=0o700)
+    files = [f"{name}{end}" for name in dict.fromkeys(names) for end in _SQLITE]
+    for number, name in enumerate(files):
+        if name.endswith(_SHARED):
+            continue
+        with suppress(FileNotFoundError):
+            write(early / str(number), (state.state / name).read_bytes())
+    write(early / _NAMES, orjson.dumps(files))
+    early.rename(state.before)
+    _sync(state.state)
+
+
+def go(state: StatePaths) -> bool:
+    """Put everything back, if there is a way back. Raises ConfigError."""
+    try:
+        files = orjson.loads((state.before / _NAMES).read_bytes())
+        for number, name in enumerate(files):
+            _put_back(state.before / str(number), state.state / name)
+        drop(state)
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"state directory {state.state}: the migration to a newer version, which did not come to serve, could not "
+            f"be undone ({error}); free space on its disk and start again, which goes on where this ended"
+        ) from error
+
+
+def _put_back(kept: Path, path: Path) -> None:
+    try:
+        data = kept.read_bytes()
+    except FileNotFoundError:
+        path.unlink(missing_ok=True)
+    else:
+        write(path, data)
+
+
+def drop(state: StatePaths) -> None:
+    """There is no way back any more. Raises OSError."""
+    late = state.before.with_suffix(".old")
+    _remove(late)
+    with suppress(FileNotFoundError):
+        state.before.rename(late)
+        _sync(state.state)
+    _remove(late)
+
+
+def write(path: Path, data: bytes) -> None:
+    """So that it is on the disk, whole, with the mode of what was there. Raises OSError."""
+    early = path.with_name(f"{path.name}.new")
+    with early.open("wb") as file:
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    early.rename(path)
+    _sync(path.parent)
+
+
+def _remove(directory: Path) -> None:
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
