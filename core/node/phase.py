@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Final
 
 
-class Phase(Enum):
+class NodePhase(Enum):
     """See the module."""
 
     STANDS_BY = "stands by"
@@ -29,24 +29,24 @@ class Phase(Enum):
     @property
     def wants_ends(self) -> bool:
         """Whether a process that ends does what it was told to."""
-        return self in (Phase.GOES_OVER, Phase.ENDS)
+        return self in (NodePhase.GOES_OVER, NodePhase.ENDS)
 
     @property
     def starts_roles(self) -> bool:
         """Whether a role without a process is given one."""
-        return self in (Phase.STANDS_BY, Phase.RUNS)
+        return self in (NodePhase.STANDS_BY, NodePhase.RUNS)
 
 
 NEXT: Final = {
-    Phase.STANDS_BY: (Phase.RUNS, Phase.ENDS),
-    Phase.RUNS: (Phase.ANEW, Phase.GOES_OVER, Phase.ENDS),
-    Phase.ANEW: (Phase.RUNS, Phase.ENDS),
-    Phase.GOES_OVER: (Phase.ANEW, Phase.ENDS),
-    Phase.ENDS: (),
+    NodePhase.STANDS_BY: (NodePhase.RUNS, NodePhase.ENDS),
+    NodePhase.RUNS: (NodePhase.ANEW, NodePhase.GOES_OVER, NodePhase.ENDS),
+    NodePhase.ANEW: (NodePhase.RUNS, NodePhase.ENDS),
+    NodePhase.GOES_OVER: (NodePhase.ANEW, NodePhase.ENDS),
+    NodePhase.ENDS: (),
 }
 
 
-def entered(before: Phase, phase: Phase) -> Phase:
+def entered(before: NodePhase, phase: NodePhase) -> NodePhase:
     """``phase``, which may follow. It may be entered again from itself: of what all share two may die."""
     assert phase is before or phase in NEXT[before], f"{before} -> {phase}"
     return phase

@@ -25,7 +25,7 @@ from dormouse.core.node.children import RunningRole
 from dormouse.core.node.deaths import Deaths, EndNode, StartAll, StartAlone
 from dormouse.core.node.heir import Heirs
 from dormouse.core.node.notify import ServiceManager
-from dormouse.core.node.phase import Phase, entered
+from dormouse.core.node.phase import NodePhase, entered
 from dormouse.core.node.predecessor import Predecessor
 from dormouse.core.node.registry import Registry
 from dormouse.core.node.roles import ALONE, kind
@@ -63,7 +63,7 @@ class Supervisor:
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
-        self._phase = Phase.RUNS if predecessor is None else Phase.STANDS_BY
+        self._phase = NodePhase.RUNS if predecessor is None else NodePhase.STANDS_BY
         given, epochs = ({}, {}) if predecessor is None else (predecessor.given, predecessor.estate.epochs)
         self._registry = Registry(config, listening, given, epochs, self._heard, self._exited, self._lost)
         self.loop = asyncio.get_running_loop()
@@ -93,7 +93,7 @@ class Supervisor:
             watch.cancel()
             await self._stop()
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: NodePhase) -> None:
         self._phase = entered(self._phase, phase)
 
     def _take_charge(self) -> None:
@@ -126,7 +126,7 @@ class Supervisor:
         except (ConfigError, OSError, PeerLost) as error:
             self._fail(f"the directories of the node cannot be taken over: {error}")
             return
-        self._enter(Phase.RUNS)
+        self._enter(NodePhase.RUNS)
         for child in self._registry.children.values():
             child.begin()
 
@@ -145,7 +145,7 @@ class Supervisor:
         self._registry.tell("router", m.Leave(within_ms=int(wait_s * 1000)))
 
     def stop_for_heir(self) -> None:
-        self._enter(Phase.GOES_OVER)
+        self._enter(NodePhase.GOES_OVER)
         self._ending = self.loop.create_task(self._stop_for_heir())
         self._ending.add_done_callback(self._stopped_for_heir)
 
@@ -176,7 +176,7 @@ class Supervisor:
         return estate, [self.listening.fileno(), self.directory.fd, self.state_fd, *ends]
 
     def serve_on(self, anew: bool) -> None:
-        if not anew or self._phase is Phase.ENDS:
+        if not anew or self._phase is NodePhase.ENDS:
             return
         if self._ending is not None:
             self._ending.cancel()
@@ -200,7 +200,7 @@ class Supervisor:
     # --- what processes say
 
     def _heard(self, child: RunningRole, message: m.ToSupervisor) -> None:
-        if self._phase is Phase.STANDS_BY:
+        if self._phase is NodePhase.STANDS_BY:
             self._begin_if_all_have_imported()
         match message:
             case m.Ready():
@@ -230,7 +230,7 @@ class Supervisor:
         up, down = self._registry.up, self._deaths.down
         for child in self._registry.children.values():
             child.send(m.Peers(up=up, down=down))
-        if all(role in up or role in down for role in self._registry.roles) and self._phase is not Phase.ENDS:
+        if all(role in up or role in down for role in self._registry.roles) and self._phase is not NodePhase.ENDS:
             if not self._deaths.was_ready:
                 self._say_who()  # before the old node hears of it, who ends that ends both
                 wayback.drop(self.state)
@@ -259,7 +259,7 @@ class Supervisor:
 
     def _start(self, role: str) -> None:
         if self._phase.starts_roles and role not in self._registry.children:
-            self._registry.start(role, stands_by=self._phase is Phase.STANDS_BY)
+            self._registry.start(role, stands_by=self._phase is NodePhase.STANDS_BY)
 
     def _start_missing(self) -> None:
         for role in list(self._registry.roles):
@@ -284,12 +284,12 @@ class Supervisor:
 
     def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False) -> None:
         """A process has ended, or could not be started: what becomes of it, and of the node?"""
-        if self._phase is Phase.STANDS_BY:
+        if self._phase is NodePhase.STANDS_BY:
             self._fail(f"{role} did not start: {why}")
             return
         if self._heirs is not None and kind(role) not in ALONE:
             self._heirs.handle(ChildLost(role))
-        now_s, all_start = self.loop.time(), self._phase is Phase.ANEW
+        now_s, all_start = self.loop.time(), self._phase is NodePhase.ANEW
         match self._deaths.died(role, why, ready=ready, blamed=blamed, all_start=all_start, now_s=now_s):
             case EndNode(text=text):
                 self._fail(text)
@@ -305,15 +305,15 @@ class Supervisor:
 
     def _start_anew(self, because: str) -> None:
         self.log.error("node_restarts", because=because)
-        self._enter(Phase.ANEW)
+        self._enter(NodePhase.ANEW)
         self._registry.end_soon()
         self._go_on()
 
     def _go_on(self) -> None:
         """Start all anew, once nothing of the old ones is left."""
-        if self._phase is not Phase.ANEW or self._registry.lasting:
+        if self._phase is not NodePhase.ANEW or self._registry.lasting:
             return
-        self._enter(Phase.RUNS)
+        self._enter(NodePhase.RUNS)
         try:
             self.directory.make()
         except (ConfigError, OSError) as error:
@@ -346,7 +346,7 @@ class Supervisor:
         """End every child; the router before the others, for it answers its clients and ends its instances while these
         still live, and takes no end of theirs for a fault.
         """
-        self._enter(Phase.ENDS)
+        self._enter(NodePhase.ENDS)
         if self._heirs is not None:
             self._heirs.close()
         if self._ending is not None:

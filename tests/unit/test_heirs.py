@@ -1,6 +1,7 @@
 """Who asks a supervisor for a successor, at its socket: who is heard, and what is said."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,24 @@ def test_why_a_successor_was_not_started_is_said_and_nothing_after_the_way(tmp_p
     failed = s.NotReplaced(text="/nowhere/python: No such file or directory", status=1)
     assert said == [s.Going(text="imports"), failed]
     assert node.served_on == [False]
+
+
+FAILS = """
+import sys
+from dormouse.core.links.fds import PacketSocket
+import socket
+from dormouse.schemas import succession as s
+end = PacketSocket(socket.socket(fileno=int(sys.argv[-1])), s.ToHeir)
+end.recv()
+end.send(s.HeirFailed(text="the disk is full"))
+sys.exit(2)
+"""
+
+
+def test_what_a_successor_says_last_is_heard_also_where_it_can_write_no_file(tmp_path: Path) -> None:
+    ask = s.Replace(command=[sys.executable, "-c", FAILS], wait_s=1.0)
+    said, _ = _heard(tmp_path, 1, lambda askers: askers[0].send(ask))
+    assert said == [s.Going(text="imports"), s.NotReplaced(text="the disk is full", status=2)]
 
 
 def test_a_node_that_is_not_all_up_refuses(tmp_path: Path) -> None:

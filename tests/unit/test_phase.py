@@ -4,20 +4,20 @@ from itertools import product
 
 import pytest
 
-from dormouse.core.node.phase import Phase, entered
+from dormouse.core.node.phase import NodePhase, entered
 
 WAYS = {
-    (Phase.STANDS_BY, Phase.RUNS),
-    (Phase.RUNS, Phase.ANEW),
-    (Phase.RUNS, Phase.GOES_OVER),
-    (Phase.ANEW, Phase.RUNS),
-    (Phase.GOES_OVER, Phase.ANEW),
-    *((phase, Phase.ENDS) for phase in Phase),
+    (NodePhase.STANDS_BY, NodePhase.RUNS),
+    (NodePhase.RUNS, NodePhase.ANEW),
+    (NodePhase.RUNS, NodePhase.GOES_OVER),
+    (NodePhase.ANEW, NodePhase.RUNS),
+    (NodePhase.GOES_OVER, NodePhase.ANEW),
+    *((phase, NodePhase.ENDS) for phase in NodePhase),
 }
 
 
-@pytest.mark.parametrize(("before", "phase"), list(product(Phase, Phase)))
-def test_which_may_follow_which(before: Phase, phase: Phase) -> None:
+@pytest.mark.parametrize(("before", "phase"), list(product(NodePhase, NodePhase)))
+def test_which_may_follow_which(before: NodePhase, phase: NodePhase) -> None:
     if (before, phase) in WAYS or before is phase:
         assert entered(before, phase) is phase
     else:
@@ -26,5 +26,5 @@ def test_which_may_follow_which(before: Phase, phase: Phase) -> None:
 
 
 def test_what_follows_for_processes() -> None:
-    assert {phase for phase in Phase if phase.wants_ends} == {Phase.GOES_OVER, Phase.ENDS}
-    assert {phase for phase in Phase if phase.starts_roles} == {Phase.STANDS_BY, Phase.RUNS}
+    assert {phase for phase in NodePhase if phase.wants_ends} == {NodePhase.GOES_OVER, NodePhase.ENDS}
+    assert {phase for phase in NodePhase if phase.starts_roles} == {NodePhase.STANDS_BY, NodePhase.RUNS}
