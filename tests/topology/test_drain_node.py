@@ -1,4 +1,4 @@
-"""`dormouse drain` on a real node: what is turned away, what ends, what waits, and what outlives a router."""
+"""`dormouse drain` on a real node: what is turned away, what ends, what waits; what outlives a router, and a node."""
 
 import http.client
 import os
@@ -68,6 +68,10 @@ def test_what_runs_ends_and_what_is_new_waits_elsewhere() -> None:
 
         os.kill(node.pids()["router"], signal.SIGKILL)
         node.wait(lambda: _draining_again(node), 90, "the next router")
+        assert _new(node) == REFUSED
+
+        node.replace()
+        node.wait(lambda: _draining_again(node), 90, "the next node")
         assert _new(node) == REFUSED
 
         assert node.admin.drain(undo=True) is False

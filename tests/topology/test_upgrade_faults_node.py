@@ -23,9 +23,10 @@ from typing import Any
 
 import pytest
 
+from dormouse.core import wayback
 from dormouse.core.node import nodeprocess, procfs
 from dormouse.core.node.testing import HttpAnswer, OrphanProcess, TestNode, kept_running, running_node
-from dormouse.core.paths import RunPaths
+from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ProcessFailed
 
 pytestmark = pytest.mark.timeout(400)
@@ -282,6 +283,21 @@ def test_a_disk_that_is_full_as_the_node_goes_over_leaves_the_old_one(
         assert answers(node)
         assert json.loads(file.read_text())["version"] == 1
         assert not (node.state / "before").exists()
+
+
+def test_a_machine_that_ends_before_the_new_node_serves_starts_with_what_was_there() -> None:
+    """As it is then: migrated, with a way back."""
+    with running_node(CONFIG) as node:
+        node.deployed("f", FUNCTION)
+        state = StatePaths(node.state)
+        found = state.version.read_bytes()
+        node.kill_all()
+        wayback.keep(state, [state.version.name])
+        state.version.write_text('{"version": 1000}')
+        node.start()
+        assert state.version.read_bytes() == found
+        assert not state.before.exists()
+        node.wait(lambda: answers(node), 120, "answers")
 
 
 # --- TLS: nothing of a connection can go over but its end
