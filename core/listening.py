@@ -33,7 +33,8 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is in use; stop the other program or set another node.port (0 takes any)"
+                f"port {port} on {host} is in use; stop the other program, or give this node another one: port in "
+                "[node] of its node file (0 takes any)"
             ) from error
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror}; set another node.host or node.port"

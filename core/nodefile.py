@@ -112,6 +112,9 @@ def _slips(config: NodeConfig) -> Iterator[str]:
     for path in config.sandbox.read:
         if not path.startswith("/") or not os.path.normpath(path).strip("/"):
             yield f"sandbox.read has {path!r}; write absolute paths of directories, not /"
+    for key in ("run", "state"):
+        if (path := getattr(config.node, key)) and not path.startswith("/"):
+            yield f"node.{key} is {path!r}; write an absolute path, because a node runs in no particular directory"
     if (adapters := config.node.adapters) and (not adapters.startswith("/") or not os.path.isdir(adapters)):
         yield f"node.adapters is {adapters!r}; write the absolute path of a folder that is there"
     if (key := config.node.secrets_key) and (not key.startswith("/") or not os.path.isdir(os.path.dirname(key))):

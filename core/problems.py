@@ -11,6 +11,9 @@ BROKEN: Final = ("failed", "quarantined")
 ENOUGH: Final = 20
 """Answers, before it is said that a function is late."""
 
+LEAST_DISK_NBYTES: Final = 64 << 20
+"""Of the state directory's disk: a function's files, jobs and logs soon find none."""
+
 LONG_MS: Final = 1000.0
 """For a request to have waited for a GPU."""
 
@@ -56,6 +59,8 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
     if node.get("draining"):
         left = f"; {count} run still" if (count := node.get("requests_open")) else ""
         yield f"drained: no new requests are taken until `dormouse drain --undo`{left}"
+    if (left := node.get("disk_free_nbytes")) is not None and left < LEAST_DISK_NBYTES:
+        yield f"the disk of {node['state']} has {left >> 20} MiB left: deploys, jobs and logs need it; make room"
     if why := node.get("tracing", {}).get("trouble"):
         yield f"traces are not taken by {node['tracing']['endpoint']}: {why}"
     if node["missing"]:

@@ -6,6 +6,7 @@ Makes all that the router consists of. It does not decide anything about a reque
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterable
@@ -201,6 +202,14 @@ class Router(Actor):
     def watchers(self) -> int:
         """Readers of the dashboard's stream."""
         return 0 if self._watch is None else self._watch.watchers
+
+    @property
+    def disk_free_nbytes(self) -> int | None:
+        """Of the state directory's disk."""
+        try:
+            return shutil.disk_usage(self.state.state).free
+        except OSError:
+            return None
 
     @property
     def picture(self) -> RouterState:

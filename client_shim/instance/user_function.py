@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -61,16 +61,21 @@ def import_function(source: bytes, origin: str) -> UserFunction:
         raise LoadFailure("bad_source", report.describe(error)) from error
     found: dict[str, Any] = {}
     parts = (
-        ("load", "load()", False),
-        ("handle_batch", "handle_batch(state, requests)", False),
-        ("handle", "handle(state, request)", not hasattr(module, "handle_batch")),
-        ("unload", "unload(state)", False),
+        ("load", (), False),
+        ("handle_batch", ("state", "requests"), False),
+        ("handle", ("state", "request"), not hasattr(module, "handle_batch")),
+        ("unload", ("state",), False),
     )
-    for part, usage, needed in parts:
+    for part, values, needed in parts:
         found[part] = getattr(module, part, None)
-        if not callable(found[part]) and (needed or hasattr(module, part)):
-            what = "has no" if found[part] is None else "has something that cannot be called as"
-            raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
+        if callable(found[part]):
+            wrong = _misfit(found[part], part, values)
+        elif needed or hasattr(module, part):
+            wrong = f"has no {part}" if found[part] is None else f"has something that cannot be called as {part}"
+        else:
+            continue
+        if wrong:
+            raise LoadFailure(f"no_{part}", f"{origin} {wrong}; define {part}({', '.join(values)}) in it")
     batch = found["handle_batch"]
     said = getattr(module, "signature", None)
     try:
@@ -84,6 +89,17 @@ def import_function(source: bytes, origin: str) -> UserFunction:
         handle_batch=batch,
         signature=signature,
     )
+
+
+def _misfit(code: Callable[..., Any], name: str, values: Sequence[str]) -> str:
+    """Why it cannot be called with so many; "" if it can, or does not say."""
+    try:
+        inspect.signature(code).bind(*values)
+    except ValueError:  # of some that are written in C
+        return ""
+    except TypeError as error:
+        return f"has a {name} that does not take {len(values)} values ({error})"
+    return ""
 
 
 def _one(handle_batch: Callable[[Any, list[Any]], Any], state: Any, request: Any) -> Any:

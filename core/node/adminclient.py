@@ -211,7 +211,8 @@ class AdminClient:
             if pid is not None:
                 text = f"the node in {self.run} runs (pid {pid}) but is not ready ({error}); try again in a moment"
                 raise Unreachable(text) from error
-            text = f"no node answers in {self.run} ({error}); start one with `dormouse up`, or name another with --run"
+            why = "" if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError) else f" ({error})"
+            text = f"no node answers in {self.run}{why}; start one with `dormouse up`, or name another with --run"
             raise Unreachable(text) from error
 
     def _connected(self) -> PacketSocket[a.FromNode, a.ToNode]:

@@ -1,9 +1,12 @@
 """`dormouse deploy`: a function, a language model or an adapter."""
 
 import os
+import re
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
@@ -11,13 +14,24 @@ from click.core import ParameterSource
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.node.cli_secrets import variables
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
+from dormouse.schemas.errors import DormouseError
+
+if TYPE_CHECKING:
+    from dormouse.core.node.adminclient import AdminClient
 
 OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot", "isolation")
 """Options that mean nothing to a function."""
 
 OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
 """Those of them that an adapter has for itself."""
+
+
+NOT_LOADED: Final = ("load_failed", "load_timeout")
+
+REPORT_NBYTES: Final = 64 << 10
+"""More than the report of an exception has."""
 
 
 @click.command()
@@ -122,7 +136,13 @@ def deploy(
             )
         settings["requirements"] = "" if requirements is None else Path(requirements).read_text(errors="replace")
         settings |= {"llm": llm is not None, "env": variables(env, env_file)}
-        answer = command.client.deploy(name, found, settings, _show_printed)
+        printed = bytearray()
+        try:
+            answer = command.client.deploy(name, found, settings, partial(_show_printed, printed))
+        except CallRefused as error:
+            if error.code not in NOT_LOADED:
+                raise
+            raise _not_loaded(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:
@@ -136,9 +156,26 @@ def deploy(
             click.echo(f"warning: {warning}", err=True)
 
 
-def _show_printed(data: bytes) -> None:
+def _show_printed(printed: bytearray, data: bytes) -> None:
+    """``printed`` has the end of what was shown before."""
     sys.stderr.buffer.write(data)
     sys.stderr.buffer.flush()
+    printed += data
+    del printed[:-REPORT_NBYTES]
+
+
+def _not_loaded(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
+    """What is left to say: of a traceback that was just shown its last line; what helps; and what is served now."""
+    text = str(error).strip()
+    if text.encode() in printed:
+        text = text.splitlines()[-1]
+    if re.match(r"ModuleNotFoundError: No module named '\w", text):
+        text += "; a requirements.txt beside the file brings libraries (docs/dependencies.md)"
+    served = None
+    with suppress(CallRefused, Unreachable, DormouseError):
+        served = next((row["version"] for row in client.functions() if row["name"] == name), None)
+    left = "nothing is deployed" if served is None else f"version {served} goes on"
+    return CallRefused(error.status, error.code, f"{text}\n{left}")
 
 
 def _given(name: str) -> bool:

@@ -159,6 +159,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
       node       name address host port run state confinement peers
                  down (why, by process that does not start)
                  instances requests_open missing draining
+                 disk_free_nbytes (where the state directory is)
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes kv_nbytes (of language models,
                  when a lease last began or ended)

@@ -44,6 +44,8 @@ class Node(Protocol):
     @property
     def watchers(self) -> int: ...
     @property
+    def disk_free_nbytes(self) -> int | None: ...
+    @property
     def traces(self) -> Outbox: ...
 
 
@@ -129,6 +131,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "missing": node.policy.missing(),
             "draining": node.requests.drain.on,
             "watchers": node.watchers,
+            "disk_free_nbytes": node.disk_free_nbytes,
             "tracing": node.traces.told(),
         },
         "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},

@@ -296,6 +296,8 @@ def handle(state, request):
         ("def load(:\n", "bad_source", "SyntaxError"),
         ("x = 1\n", "no_handle", "define handle(state, request)"),
         ("def load(): pass\n", "no_handle", "define handle(state, request)"),
+        ("def handle(request): pass\n", "no_handle", "too many positional arguments); define handle(state, request)"),
+        ("def load(size): pass\ndef handle(s, r): pass\n", "no_load", "argument: 'size'); define load()"),
         ("load = 1\ndef handle(s, r): pass\n", "no_load", "cannot be called"),
         ("unload = None\ndef handle(s, r): pass\n", "no_unload", "define unload(state)"),
         ("def load(): return {}['k']\ndef handle(s, r): pass\n", "load_raised", "KeyError: 'k'"),

@@ -460,6 +460,13 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     assert sorted(row["function"] for row in whole) == sorted(many), "as `grep` reads it"
 
 
+def test_status_says_that_the_disk_is_nearly_full(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STATUS, "node", STATUS["node"] | {"disk_free_nbytes": (3 << 20) + 1, "state": "/s"})
+    assert "! the disk of /s has 3 MiB left: deploys, jobs and logs need it; make room\n" in dormouse("status").out
+    monkeypatch.setitem(STATUS, "node", STATUS["node"] | {"disk_free_nbytes": 64 << 20})
+    assert "the disk" not in dormouse("status").out
+
+
 def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = FUNCTION | {"state": "failed", "error": "\x1b[2J\x1b[Hall is well" + "x" * 500}
     monkeypatch.setattr(AdminClient, "status", lambda _: STATUS | {"functions": {"f": bad}})

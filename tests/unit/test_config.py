@@ -188,6 +188,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config(tmp_path / "node.toml")
 
 
+@pytest.mark.parametrize("key", ["run", "state"])
+def test_a_directory_that_depends_on_where_one_is(key: str) -> None:
+    """The command would look for it in another place than the supervisor."""
+    with pytest.raises(ConfigError, match=rf"node.toml:2: node.{key} is 'x/y'; write an absolute path"):
+        parse_config({"node": {key: "x/y"}}, "node.toml", f"[node]\n{key} = 'x/y'\n")
+
+
 @pytest.mark.parametrize("path", ["models", "/", "//", "/data/.."])
 def test_directories_that_functions_may_not_be_given(path: str) -> None:
     with pytest.raises(ConfigError, match=r"sandbox.read has .*; write absolute paths of directories, not /"):
