@@ -37,6 +37,16 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
 
 
+def _fitted(columns: list[str], cells: list[list[str]], width: int) -> list[int] | None:
+    """Of each column, where the values have room and the headers have not; None if the values have none either."""
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    left = width - sum(widths) - len(widths)
+    for _ in range(max(0, left)):  # one more to the header that would be broken most often
+        place = max(range(len(columns)), key=lambda place: len(columns[place]) / max(1, widths[place]))
+        widths[place] += len(columns[place]) > widths[place]
+    return None if left < 0 else widths
+
+
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     """A table of some columns; plain tab-separated text when nobody looks."""
     if not rows:
@@ -54,8 +64,11 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     narrow = sum(widths) + 2 * (len(widths) - 1) > console.width
     whole = sum(widths[:-1]) + len(widths) + LEAST_LAST <= console.width
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
-    for place, column in enumerate(columns, 1):
-        shown.add_column(column, no_wrap=whole and place < len(columns))  # what is long is last: an error, a reason
+    fitted = None if whole or not narrow else _fitted(columns, cells, console.width)
+    for place, column in enumerate(columns):
+        first = place + 1 < len(columns)  # what is long is last: an error, a reason
+        width = fitted[place] if fitted else None
+        shown.add_column(column, no_wrap=whole and first, overflow="fold", width=width)
     for line in cells:
         shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
     console.print(shown)

@@ -95,7 +95,11 @@ def _functions(functions: dict[str, Any]) -> Iterator[str]:
     for name, row in functions.items():
         if (counted := late(row)) is not None:
             wanted = f"{row['percentile']:g} %" if "percentile" in row else "more"
-            yield f"{name} is late: {counted['in_time']:.1%} of {counted['counted']} in time, {wanted} wanted"
+            what, kind = ("is late or fails", "failed") if row.get("errors") else ("is late", "slow")
+            yield (
+                f"{name} {what}: {counted['in_time']:.1%} of {counted['counted']} in time, {wanted} wanted "
+                f"(dormouse requests {name} --{kind})"
+            )
 
 
 def _waits(value: dict[str, Any]) -> Iterator[str]:

@@ -148,6 +148,8 @@ def logs(
         if not follow:
             whole = b"".join(pieces).splitlines(keepends=True)
             pieces = (line for line in whole[max(0, len(whole) - wanted) :])
+            if not whole:
+                click.echo("no such lines", err=True)
     if json_ and not follow:
         show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
         return

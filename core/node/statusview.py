@@ -3,6 +3,7 @@ one function; or all tables. Decides nothing.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Final
 
 import click
@@ -83,8 +84,13 @@ def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
         "in time": None if counted is None else f"{counted['in_time']:.1%}",
         "p50": duration(row.get("p50_ms")),
         "p99": duration(row.get("p99_ms")),
-        "on GPUs": ", ".join(str(number) for number in row.get("gpu_nbytes", {})) or None,
+        "on GPUs": _places(map(str, row.get("gpu_nbytes", {})), row),
     }
+
+
+def _places(gpus: Iterable[str], row: dict[str, Any]) -> str | None:
+    """GPUs that have some of its model, and whether it is kept there."""
+    return ", ".join([*gpus, *(["pinned"] if row.get("pinned") else [])]) or None
 
 
 def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +220,10 @@ def seats(gpu: dict[str, Any]) -> str | None:
 
 def function_row(row: dict[str, Any]) -> dict[str, Any]:
     living, most = len(row.get("instances", ())), row.get("max_instances", 1)
-    return row | {"instances": f"{living} of {most}" if most > 1 or living > 1 else living}
+    return row | {
+        "instances": f"{living} of {most}" if most > 1 or living > 1 else living,
+        "outcomes": ", ".join(f"{count} {code}" for code, count in row.get("outcomes", {}).items()) or None,
+    }
 
 
 def model_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +234,7 @@ def model_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "function": name,
         "model": size(row["nbytes"]),
-        "on GPUs": ", ".join(f"{gpu}: {size(nbytes)}" for gpu, nbytes in row.get("gpu_nbytes", {}).items()) or None,
+        "on GPUs": _places((f"{gpu}: {size(nbytes)}" for gpu, nbytes in row.get("gpu_nbytes", {}).items()), row),
         "host": size(row.get("host_nbytes")),
         "file": size(row.get("file_nbytes")),
         "shared": shared,
@@ -247,7 +256,7 @@ def service_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     last = row.get("last_eviction")
     return {
         "function": name,
-        "in time": f"{service['in_time']:.1%} of {service['counted']}{'' if service['complies'] else ', too few'}",
+        "in time": f"{service['in_time']:.1%} of {service['counted']}{'' if service['complies'] else ': missed'}",
         "wanted": f"{service['percentile']:g}% in {duration(service['deadline_ms'])}",
         "requests/s": service["rate_s"],
         "run": duration(service["run_ms"]),
@@ -261,7 +270,7 @@ def tokens_row(name: str, llm: dict[str, Any], percentile: float) -> dict[str, A
     parts = [llm[f"{part}_ms"]["p50"] for part in ("queue", "runtime", "wake", "prefill")]
     in_time = None
     if llm["counted"]:
-        in_time = f"{llm['in_time']:.1%} of {llm['counted']}{'' if llm['complies'] else ', too few'}"
+        in_time = f"{llm['in_time']:.1%} of {llm['counted']}{'' if llm['complies'] else ': missed'}"
     return {
         "model": name,
         "first token (p50, p99)": durations(llm["ttft_ms"]),

@@ -29,6 +29,7 @@ from dormouse.core.config import NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import adminclient, cli, cli_deploy, cli_frame, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.statusview import OVERVIEW
 from dormouse.core.output import size, table
 from dormouse.core.paths import StatePaths
@@ -362,7 +363,7 @@ def test_status_says_why_requests_wait_and_models_were_evicted(dormouse: Any, mo
     (told,) = rows(lines[start:], "function")
     assert told == {
         "function": "f",
-        "in time": "97.5% of 200, too few",
+        "in time": "97.5% of 200: missed",
         "wanted": "98% in 80.0 ms",
         "requests/s": "1.25",
         "run": "43.0 ms",
@@ -389,7 +390,7 @@ def test_status_says_what_language_models_take(dormouse: Any, monkeypatch: pytes
     lines = dormouse("status", "--all").out.splitlines()
     (told,) = rows(lines, "model")
     assert list(told.values()) == [
-        "chat", "398.0 ms, 398.0 ms", "3.0, 300.0, 5.0, 90.0", "51.0 ms, 51.0 ms", "0.0% of 1, too few",
+        "chat", "398.0 ms, 398.0 ms", "3.0, 300.0, 5.0, 90.0", "51.0 ms, 51.0 ms", "0.0% of 1: missed",
         "98% in 400 ms, then 50 ms", "20", "30", "16",
     ]  # fmt: skip
     start = next(number for number, line in enumerate(lines) if line.startswith("model\tGPU"))
@@ -426,7 +427,7 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     service |= {"rate_s": 1.0, "run_ms": None, "wake_ms": None, "heavy": None}
     many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
     many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
-    many["f008"] |= {"service": service, "percentile": 98.0}
+    many["f008"] |= {"service": service, "percentile": 98.0, "errors": 0}
     many["f009"] |= {"service": service | {"counted": 19}}  # too few to say
     many["f010"] |= {"queued": 7, "jobs": {"queued": 5, "failed": 1}}
     many["f011"] |= {"jobs": {"queued": 2, "begun": 1}}
@@ -446,7 +447,7 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
         "! store: trouble: the disk is full",
         "! store: 100% of what models may take (host); remove functions, or raise the limit",
         "! f007 is quarantined: the GPU died (dormouse logs f007)",
-        "! f008 is late: 90.0% of 200 in time, 98 % wanted",
+        "! f008 is late: 90.0% of 200 in time, 98 % wanted (dormouse requests f008 --slow)",
         "! 31 wait for a GPU, f010 for 2.5 s: all are busy",
         "! tenant shop is over its share of the GPUs' time: its requests come last",
     ]
@@ -590,6 +591,24 @@ def test_a_real_shell_completes(
     done = subprocess.run(words, input=script, env=environment, capture_output=True, text=True, timeout=120)
     shown = [line.strip() for line in done.stdout.splitlines()]
     assert [line for line in shown if line in COMPLETED] == [*COMPLETED], done.stdout + done.stderr
+
+
+def test_a_deploy_that_does_not_load_says_why_once_and_what_goes_on(
+    dormouse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "function.py").write_text("def handle(s, r): pass\n")
+    report = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'cowsay'"
+
+    def deploy(self: AdminClient, *_: Any) -> None:
+        _[-1](b"--- instance 1-1 starts\n" + report.encode() + b"\n")
+        raise CallRefused(422, "load_failed", report)
+
+    monkeypatch.setattr(AdminClient, "deploy", deploy)
+    for name, left in (("f", "version 2 goes on"), ("new", "nothing is deployed")):
+        result = dormouse("deploy", name, str(tmp_path))
+        assert (result.status, result.err.count("Traceback"), result.err.count("ModuleNotFoundError")) == (1, 1, 2)
+        assert "dormouse: load_failed: ModuleNotFoundError: No module named 'cowsay'; a requirements.txt" in result.err
+        assert result.err.endswith(f"\n{left}\n")
 
 
 def test_a_name_that_is_nearly_one_is_told_of(dormouse: Any) -> None:
@@ -1025,6 +1044,17 @@ def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     head, line = (re.sub(r"\x1b\[[0-9;]*m", "", each).rstrip() for each in capsys.readouterr().out.splitlines())
     assert head.split() == " ".join(OVERVIEW).split()
     assert line.split() == ["mood", "idle", "0", "0", "53", "1", "94.3%", "8.8", "ms", "677.6", "ms", "0,", "1"]
+
+
+def test_a_table_in_a_terminal_that_is_narrower_than_its_headers_shows_all_of_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    row = {"function": "shop-mail-03", "state": "failed", "in time": "88.5%", "p50": "43.0 ms", "p99": "1.5 s"}
+    table([row | {"running": 0, "queued": 0, "requests": 42, "errors": 7}], OVERVIEW)
+    *_, line = (re.sub(r"\x1b\[[0-9;]*m", "", each).rstrip() for each in capsys.readouterr().out.splitlines())
+    assert line.split() == ["shop-mail-03", "failed", "0", "0", "42", "7", "88.5%", "43.0", "ms", "1.5", "s", "-"]
 
 
 def test_a_deploy_without_a_name_says_how_it_is_written(dormouse: Any, tmp_path: Path) -> None:
