@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, free_port, running_node
+from dormouse.core.node.ports import free_port
+from dormouse.core.node.testing import TestNode, running_node
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PEERS: Final = ROOT / "build" / "front"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dormouse.core import openmp
-from dormouse.core.node.testing import reserved_port
+from dormouse.core.node.ports import reserved_port
 
 PEER: Final = Path("build/peers/vllm")
 THREADS: Final = 2

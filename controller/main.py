@@ -2,13 +2,14 @@
 
 import secrets
 import signal
-from typing import ClassVar, Final, assert_never
+from typing import ClassVar, assert_never
 
 import msgspec
 import orjson
 
 from dormouse.controller import orders, pools, service
-from dormouse.controller.catalogue import CatalogueFile, NotWritten
+from dormouse.controller.catalogue import CatalogueFile
+from dormouse.controller.deployed import DeployedFunctions
 from dormouse.controller.learned import RuntimeNews
 from dormouse.controller.measures import measures
 from dormouse.controller.moving import Moving
@@ -30,8 +31,6 @@ from dormouse.core.directories import RunDirectory
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.startup import keep_node_config
 from dormouse.schemas import messages as m
-
-LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
 
 
 class Controller(Actor):
@@ -59,8 +58,6 @@ class Controller(Actor):
         self._usage = NodeUsage(self.log, tenants.limited(config.tenants), self._say)
         self._over_share = OverShares(self._say)
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
-        self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
-        self._left_out = set(config.start.without)  # functions that are not started
         self._queries = Queries()
         self._moving = Moving(self.scheduler, self._links, self._perform, self.loop.time)
         self._store_status = NO_STORE
@@ -79,10 +76,16 @@ class Controller(Actor):
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
-        steps, batches, pins = self.catalogue.step_times(), self.catalogue.batch_times(), self.catalogue.pins()
-        for spec in self.catalogue.functions():
-            name = spec.name
-            self._perform(service.service_level(spec, steps.get(name), name in pins, batches.get(name, ())))
+        self._deployed = DeployedFunctions(
+            self.catalogue,
+            self.scheduler,
+            self.config.start.without,
+            self._perform,
+            self._say,
+            self._functions_changed,
+            self.log,
+        )
+        self._deployed.restore()
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
         self._choose_pool()
@@ -116,8 +119,7 @@ class Controller(Actor):
                 self._links.open_gpu(int(role[3:]), epoch, self._on_executor)
             elif role == "router":
                 self._links.open_router(epoch, self._on_router)
-                held = self.catalogue.quarantined() | dict.fromkeys(self._left_out, LEFT_OUT)
-                self._say(m.Catalogue(functions=self.catalogue.functions(), held=held))
+                self._say(self._deployed.all())
                 self._tell_device()
             elif role == "store":
                 self._links.open_store(epoch, self._on_store)
@@ -128,6 +130,10 @@ class Controller(Actor):
         topology = discovered(service.topology_of(self.config), self._places, bool(gpu.switch), bool(gpu.peer))
         if topology != self.scheduler.topology:
             self._perform(ev.TopologyKnown(topology))
+
+    def _functions_changed(self) -> None:
+        self._choose_pool()
+        self._tell_kept()
 
     def _choose_pool(self) -> None:
         """What functions there are, or executors, is new."""
@@ -164,16 +170,17 @@ class Controller(Actor):
             case m.InstanceUp():
                 self._perform(service.known_instance(message))
                 if message.loaded:
-                    self._loaded[message.function] = message.instance
+                    self._deployed.loaded(message.function, message.instance)
             case m.InstanceGone():
                 self._perform(ev.InstanceLost(message.instance))
                 self._links.to_store(m.StoreForget(instance=message.instance))
             case m.Deployed():
-                self._deployed(message.spec)
+                self._deployed.deploy(message.spec)
             case m.Removed():
-                self._removed(message.name)
+                if self._deployed.remove(message.name):
+                    self._moving.removed(message.name)
             case m.Quarantined() | m.Lifted():
-                self._quarantined(message)
+                self._deployed.quarantine(message)
             case m.Answered():
                 self._perform(ev.Answered(message.request, message.used, message.taken, message.together))
             case m.Missed():
@@ -181,7 +188,7 @@ class Controller(Actor):
             case m.AskPolicy():
                 self._asked_policy(message)
             case m.AskPin():
-                self._asked_pin(message)
+                self._deployed.pin(message)
             case m.AskMove():
                 self._moving.asked(message)
             case m.AskUsage():
@@ -195,46 +202,6 @@ class Controller(Actor):
                 self._say(m.Measures(query=query, measures=m.packed(found)))
             case _:
                 assert_never(message)
-
-    def _deployed(self, spec: m.FunctionSpec) -> None:
-        """Said right after the InstanceUp of the instance that has loaded the new version."""
-        instance = self._loaded.get(spec.name, "")
-        if (failure := self.scheduler.too_large(instance)) is not None:
-            self._say(m.EndInstance(instance=instance, failure=failure, unkept=spec.name))
-            return
-        try:
-            self.catalogue.keep(spec)
-        except NotWritten as error:
-            self.log.error("catalogue_not_written", function=spec.name, error=str(error))
-            self._say(m.EndInstance(instance=instance, failure=service.not_kept(str(error)), unkept=spec.name))
-            return
-        self._left_out.discard(spec.name)
-        self._perform(service.service_level(spec, pinned=spec.name in self.catalogue.pins()))
-        self._choose_pool()
-        self._tell_kept()
-        self._say(m.Kept(name=spec.name, warning=service.deadline_warning(self.scheduler, spec, instance)))
-
-    def _removed(self, name: str) -> None:
-        try:
-            self.catalogue.remove(name)
-        except NotWritten as error:
-            self.log.error("catalogue_not_written", function=name, error=str(error))
-            self._say(m.NotRemoved(name=name, text=str(error)))
-            return
-        self._perform(ev.FunctionGone(name))
-        self._moving.removed(name)
-        self._loaded.pop(name, None)
-        self._left_out.discard(name)
-        self._choose_pool()
-        self._tell_kept()
-        self._say(m.Kept(name=name))
-
-    def _quarantined(self, message: m.Quarantined | m.Lifted) -> None:
-        self._left_out.discard(message.name)
-        try:
-            self.catalogue.set_quarantine(message.name, message.text if isinstance(message, m.Quarantined) else None)
-        except NotWritten as error:
-            self.log.error("catalogue_not_written", function=message.name, error=str(error))
 
     def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
         match message:
@@ -320,18 +287,6 @@ class Controller(Actor):
             self._perform(ev.PolicyChosen(policy))
             self.log.info("policy_changed", **asked.changes)
         self._say(m.Status(query=asked.query, json=msgspec.json.encode(self.scheduler.policy), failure=failure))
-
-    def _asked_pin(self, asked: m.AskPin) -> None:
-        failure = None
-        try:
-            self.catalogue.pin(asked.name, asked.pinned)
-        except NotWritten as error:
-            failure = service.not_kept(str(error))
-        else:
-            spec = next((spec for spec in self.catalogue.functions() if spec.name == asked.name), None)
-            if spec is not None:
-                self._perform(service.service_level(spec, pinned=asked.pinned))
-        self._say(m.Status(query=asked.query, json=b"{}", failure=failure))
 
     # --- actions
 

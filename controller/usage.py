@@ -13,13 +13,11 @@ import orjson
 from dormouse.controller.ledger import NOTHING, Account, Ledger, Used, numbers
 from dormouse.controller.metering import Metering
 from dormouse.controller.usagefile import UsageFile
+from dormouse.core.prices import AHEAD_S
 from dormouse.schemas import messages as m
 
 WRITE_S: Final = 2.0
 """Between two batches of accounts that are written. A controller that is killed loses what has changed since."""
-
-AHEAD_S: Final = 60.0
-"""How far clocks of who asks may be ahead."""
 
 
 class NodeUsage:

@@ -4,7 +4,10 @@ whole numbers: what the groups have held together is what was held, and nothing 
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+STATE_S: Final = 2.0
+"""Between two statements of who has held what. A process that is killed takes so much with it."""
 
 
 class OwnerGroup(NamedTuple):

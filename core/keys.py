@@ -18,6 +18,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from dormouse.core.audit import as_its_directory
+from dormouse.core.names import NAME
 from dormouse.schemas.admin import Scope, Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -30,7 +31,6 @@ MOST_REVOKED: Final = 1000
 MOST_PATTERNS: Final = 64
 MOST_RATE: Final = 1_000_000.0
 SECRET_NBYTES: Final = 20
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _PATTERN: Final = re.compile(r"[A-Za-z0-9*?._-]{1,63}")
 _TOKEN: Final = re.compile(rb"dm_([0-9a-f]{12})_([0-9a-f]{%d})" % (2 * SECRET_NBYTES))
 
@@ -60,7 +60,7 @@ def mint(wish: Wish, made_by: str, now_s: float) -> tuple[Key, str]:
     for pattern in wish.functions:
         if not _PATTERN.fullmatch(pattern):
             raise ConfigError(f"{pattern!r} is no function's name and no pattern; write such as chat or chat-*")
-    if wish.tenant is not None and not _NAME.fullmatch(wish.tenant):
+    if wish.tenant is not None and not NAME.fullmatch(wish.tenant):
         raise ConfigError(f"{wish.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'")
     if not 0 <= wish.rate_s <= MOST_RATE or not 0 <= wish.burst <= MOST_RATE:
         raise ConfigError(f"rate and burst are numbers from 0, which is no limit, to {MOST_RATE:,.0f}")

@@ -26,7 +26,7 @@ _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _TEXT: Final = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """What configurations, tokenizers and templates end with."""
 
-_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
+PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
@@ -103,7 +103,7 @@ def _chosen(folder: Path, convert: bool) -> FunctionFolder:
         raise NoFunction(f"{folder} has {len(ggufs)} {GGUF} files ({', '.join(ggufs[:5])}); name one of them")
     if ggufs:
         return FunctionFolder(folder, ggufs[0], False, takes=ggufs[0].__eq__)
-    pickled = [name for name in names if name.endswith(_PICKLED)]
+    pickled = [name for name in names if name.endswith(PICKLED)]
     config = _config(folder, names)
     if not pickled:
         raise NoFunction(f"{folder} has no weights: neither *.safetensors nor *{GGUF}")
@@ -112,7 +112,7 @@ def _chosen(folder: Path, convert: bool) -> FunctionFolder:
             f"the weights in {folder} are pickled ({pickled[0]}), which can run code; deploy with --convert: they are "
             "read in a sandbox, as tensors only"
         )
-    return FunctionFolder(folder, config, False, takes=partial(_takes, _PICKLED))
+    return FunctionFolder(folder, config, False, takes=partial(_takes, PICKLED))
 
 
 def _adapter(folder: Path) -> FunctionFolder:
@@ -121,7 +121,7 @@ def _adapter(folder: Path) -> FunctionFolder:
     if ADAPTER_CONFIG not in names:
         raise NoFunction(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter's folder, as PEFT writes it")
     if _ADAPTER_WEIGHTS not in names:
-        pickled = next((name for name in names if name.startswith("adapter_model") and name.endswith(_PICKLED)), None)
+        pickled = next((name for name in names if name.startswith("adapter_model") and name.endswith(PICKLED)), None)
         why = f"is pickled ({pickled}), which can run code: save it again as" if pickled else "has no"
         raise NoFunction(f"the adapter in {folder} {why} {_ADAPTER_WEIGHTS}")
     return FunctionFolder(folder, ADAPTER_CONFIG, False, takes=(ADAPTER_CONFIG, _ADAPTER_WEIGHTS).__contains__)

@@ -21,7 +21,7 @@ GIB: Final = 1 << 30
 MILLION: Final = 1_000_000
 
 AHEAD_S: Final = 60.0
-"""Clocks differ."""
+"""Clocks of who asks may be so far ahead."""
 
 ON_GPU: Final = ("weights_nbyte_s", "kv_nbyte_s", "activations_nbyte_s", "adapter_nbyte_s")
 

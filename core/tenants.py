@@ -1,14 +1,12 @@
 """What a node file says of its tenants, checked: pure."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from dormouse.core.config import TenantSection, parse_nbytes
+from dormouse.core.names import NAME
 from dormouse.schemas.errors import ConfigError
-
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 MOST_TENANTS: Final = 1024
 """More are taken for a slip."""

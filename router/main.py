@@ -8,11 +8,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
-from collections.abc import Iterable
-from contextlib import suppress
-from copy import copy
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import assert_never
@@ -23,7 +18,6 @@ from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
-from dormouse.core.masking import SecretMask
 from dormouse.core.secretfile import SecretFile
 from dormouse.router.access.gate import HttpGate
 from dormouse.router.access.limits import TenantLimits
@@ -36,7 +30,8 @@ from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.admin.snapshots import Snapshots
-from dormouse.router.admin.vault import Vault, variables_file
+from dormouse.router.admin.vault import Vault
+from dormouse.router.admin.versions import KeptVersions
 from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.watch import Sampler
 from dormouse.router.decisions import events as e
@@ -48,7 +43,7 @@ from dormouse.router.front.drain import Draining
 from dormouse.router.front.http import Application
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.server import LEAVE_LOOK_S, HttpServer
-from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
+from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.plain import PlainZygote
 from dormouse.router.instances.sessions import Sessions
@@ -56,9 +51,10 @@ from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.jobs.jobshttp import JobsHttp
 from dormouse.router.shell import Shell
+from dormouse.router.starts import InstanceStarts
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 
 class Router(Actor):
@@ -104,6 +100,21 @@ class Router(Actor):
         self.plain = PlainZygote(self, self._environments.ended)
         secrets_key = Path(config.node.secrets_key) if config.node.secrets_key else self.state.secrets_key
         self._vault = Vault(SecretFile(self.state.secrets, secrets_key), picture)
+        self._versions = KeptVersions(
+            self._history, self._keeper, self._environments, picture, self.instances.snapshots
+        )
+        self._starts = InstanceStarts(
+            picture,
+            self.instances,
+            self._logs,
+            self._vault,
+            self._keeper.snapshots,
+            self._environments,
+            self._zygote,
+            self.plain,
+            self.dispatch,
+            self.log,
+        )
         self._sessions = Sessions(self)
         self._watch: Sampler | None = None
         self._http: HttpServer | None = None
@@ -280,17 +291,10 @@ class Router(Actor):
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):
                     self.requests.catalogue_known.set()
-                    self._history.restore(message.functions)
-                    self._remove_environments()
-                    self._keeper.remove_strays(self._history.snapshots())
+                    self._versions.restore(message.functions)
 
     def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
         self.dispatch(e.FromInstance(name, message))
-
-    def _printed(self, name: str) -> None:
-        instance = self.picture.instances.get(name)
-        if instance is not None and instance.state.loads:
-            self.dispatch(e.Printed(name))
 
     def _from_broken(self, name: str, text: str) -> None:
         self.dispatch(e.Garbage(name, text))
@@ -326,7 +330,8 @@ class Router(Actor):
                 if self._watch is not None:
                     self._watch.handed(request)
             case e.Start(instance=name, spec=spec):
-                self._start(name, spec)
+                assert self.device is not None
+                self._starts.start(name, spec, self.device)
             case e.Kill(instance=name, why=why):
                 if not self._sessions.end(name, why):
                     self._signal(name, signal.SIGKILL)
@@ -336,8 +341,7 @@ class Router(Actor):
             case e.Clean(instance=name):
                 self._sessions.end(name, "was given up")
                 self.instances.close(name)
-                self._keeper.remove_unused(self.instances.snapshots())
-                self._remove_environments()
+                self._versions.remove_unused()
             case e.Send(instance=name, message=message):
                 self._send(name, message)
             case e.Tell(message=told):
@@ -347,40 +351,16 @@ class Router(Actor):
                 if self._watch is not None:
                     self._watch.poke()
             case e.NewVersion(spec=spec):
-                before = self._history.of(spec.name)
-                if before and before[-1].spec.tenant != spec.tenant:
-                    self._begin_log(spec)
-                self._discard(self._history.deployed(spec, time.time()))
+                if self._versions.tenant_of(spec.name) not in (None, spec.tenant):
+                    self._starts.begin_log(spec)
+                self._versions.deployed(spec)
             case e.Discard(spec=spec):
-                gone = [spec] if spec.name in self.picture.functions else [spec, *self._history.removed(spec.name)]
-                self._discard(each for each in gone if not self._history.has(each))
+                self._versions.discarded(spec)
             case e.LogNote(name=name, text=text):
                 self._logs.of(name).write(f"--- {text}\n".encode())
                 self.log.warning("function_note", function=name, text=text)
             case _:
                 assert_never(action)
-
-    def _begin_log(self, spec: m.FunctionSpec) -> None:
-        """Another tenant has the name from now on: what was printed before is not for its eyes."""
-        self._logs.remove(spec.name)
-        for name, instance in self.picture.instances.items():
-            host = self.instances.hosts.get(name)
-            alike = (instance.spec.name, instance.spec.tenant) == (spec.name, spec.tenant)
-            if alike and host is not None and host.log_pipe is not None:
-                with suppress(OSError):  # a full disk: what it prints is lost, and nothing else
-                    host.log_pipe.log = self._logs.of(spec.name)
-
-    def _discard(self, specs: Iterable[m.FunctionSpec]) -> None:
-        for spec in specs:
-            self._keeper.discard(spec)
-        self._keeper.remove_unused(self.instances.snapshots())
-        self._remove_environments()
-
-    def _remove_environments(self) -> None:
-        """Those that nobody has any more."""
-        specs = [each.spec for name in self._history.names() for each in self._history.of(name)]
-        specs += [instance.spec for instance in self.picture.instances.values()]
-        self._environments.remove_unused({spec.environment for spec in specs})
 
     def _tell(self, message: m.RouterToController) -> None:
         assert self._controller is not None, "nothing is decided before the start"
@@ -404,43 +384,6 @@ class Router(Actor):
             self.requests.settle(e.Fail(action.request, failure, action.timing))
         else:
             self.requests.settle(action, body)
-
-    def _start(self, name: str, spec: m.FunctionSpec) -> None:
-        if spec.environment and self._environments.of(spec.environment) is None:
-            how = "could not be started: its libraries are not there for this version of torch; deploy it again"
-            self.dispatch(e.InstanceExited(name, how))
-            return
-        try:
-            log = self._logs.of(spec.name)
-            secrets = self._vault.values(spec)
-            variables = variables_file(spec, secrets)
-        except ConfigError as error:
-            self.dispatch(e.InstanceExited(name, f"could not be started: {error}"))
-            return
-        except OSError as error:
-            how = f"could not be started ({error.filename}: {error.strerror}; free space on the disk of [node] state)"
-            self.dispatch(e.InstanceExited(name, how))
-            return
-        assert self.device is not None
-        host = self.instances.open(name, spec)
-        log.write(
-            f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
-        )
-        host.mask = SecretMask(secrets)
-        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask))
-        folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
-        own = self._environments.site(spec.environment) if spec.environment else ""
-        fork = self.instances.fork_message(host, spec, str(folder), self.device, variables >= 0, own)
-        fds = (pipe.write_fd, host.arena.fd, variables)[: 2 + fork.variables]
-        environment = self._environments.of(spec.environment)
-        if environment is None or self._zygote.modules.isdisjoint(environment.names):
-            self._zygote.post(fork, fds)
-        else:
-            self.plain.fork(fork, fds)
-        pipe.handed()
-        if variables >= 0:
-            os.close(variables)
-        self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ MOST_MODULES: Final = 16 * MOST_LAYERS
 MOST_NAME: Final = 512
 """Characters in the name of a parameter."""
 
+MOST_LOGPROBS: Final = 20
+"""The most probable tokens that are told with each token of an answer: as many as OpenAI's interface has."""
+
 Check = Callable[[Any], bool]
 
 

@@ -35,9 +35,6 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 from dormouse.schemas.open_inference import InferenceKind
 
-INLINE_NBYTES: Final = 64 << 10
-"""A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
-
 LOST: Final = ("executor_lost", "seat_lost")
 """Codes of errors with which the lease is over."""
 
@@ -155,7 +152,7 @@ class Runner:
             request = encode = result = parts = answer = None
             return self._raised(run, *failed)
         assert answer is not None
-        inline = len(answer) <= INLINE_NBYTES
+        inline = len(answer) <= m.INLINE_BODY_NBYTES
         if not inline:
             self._response_area[: len(answer)] = answer
         said = bytes(answer) if inline else None

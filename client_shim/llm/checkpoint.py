@@ -1,6 +1,6 @@
 """The weights of a model's folder: which tensors there are, and their bytes. Runs in the sandbox.
 
-Three kinds: safetensors, judged by their headers before a byte is read; GGUF (gguf.py); and pickles, of which only
+Three kinds: safetensors, judged by their headers before a byte is read; GGUF (gguf_file.py); and pickles, of which only
 tensors are taken, and only if the owner has said so. Which tensors a model wants is weights.py's.
 """
 
@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from dormouse.client_shim.llm.folder import BadFolder, read_json
+from dormouse.core.modelfolder import PICKLED
 
 MAX_HEADER_NBYTES: Final = 16 << 20
 """A hundred bytes for each tensor of a model with the most tensors that there is."""
@@ -25,7 +26,6 @@ MAX_HEADER_NBYTES: Final = 16 << 20
 MOST_TENSORS: Final = 100_000
 INDEX: Final = "model.safetensors.index.json"
 _PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
-_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 _KINDS: Final = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}
 _NBYTES: Final = {kind: nbytes for nbytes, kinds in _KINDS.items() for kind in kinds.split()}
 _SERVED: Final = ("F32", "F16", "BF16")
@@ -56,7 +56,7 @@ def find_weights(folder: str, convert: bool) -> Checkpoint:
     names = sorted(os.listdir(folder))
     if INDEX in names or any(name.endswith(".safetensors") for name in names):
         return SafetensorsFiles(folder, _files(folder, "model.safetensors", INDEX))
-    pickled = [name for name in names if name.endswith(_PICKLED)]
+    pickled = [name for name in names if name.endswith(PICKLED)]
     if not pickled:
         raise BadFolder("the folder has no model.safetensors")
     if not convert:

@@ -6,6 +6,8 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from dormouse.schemas.llm import MOST_LOGPROBS
+
 MOST_STOPS: Final = 16
 MOST_STOP_CHARS: Final = 1024
 """Of one stop string: so much text is held back at most."""
@@ -18,7 +20,6 @@ MOST_STOP_TOKENS: Final = 256
 MOST_SAID: Final = 4000
 """Characters of a refusal, which may quote the request."""
 
-MOST_LOGPROBS: Final = 20
 TOKENS: Final = 1 << 31
 """More than any vocabulary has."""
 

@@ -4,13 +4,11 @@ Nothing is faked: processes, sockets and shared memory are those of `dormouse up
 """
 
 import contextlib
-import ctypes
 import http.client
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,14 +23,14 @@ from typing import Any, Final, TypeVar
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import nodeprocess, procfs
 from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.orphans import OrphanProcess, signal_process
+from dormouse.core.node.ports import reserved_port
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
 START_S: Final = 180.0
 STOP_S: Final = 90.0
 
 FAILED_NBYTES: Final = 20_000  # of each log, when what a test did with a node has failed
-
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 KEPT: Final = "DORMOUSE_TEST_LOGS"  # a folder in which all logs of each node are kept, by the name of its own
 
@@ -53,47 +51,6 @@ class HttpAnswer:
     @property
     def message(self) -> str:
         return str(self.body["error"]["message"]) if self.code else ""
-
-
-class OrphanProcess:
-    """A process that another one has started and left to us, with what is needed of `subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    @staticmethod
-    def adopt_all() -> None:
-        """From now on this process is the parent of what its descendants leave."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # its first parent is there yet
-                return None
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = STOP_S) -> int:
-        end_s = time.monotonic() + timeout
-        while self.poll() is None:
-            assert time.monotonic() < end_s, f"process {self.pid} has not ended"
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            _signal(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class TestNode:
@@ -316,11 +273,11 @@ class TestNode:
         found = [self.process.pid]
         while found:  # none may run on and act on another's death, nor what was forked while others were stopped
             for pid in found:
-                _signal(pid, signal.SIGSTOP)
+                signal_process(pid, signal.SIGSTOP)
             everyone += found
             found = [pid for pid in self.descendants() if pid not in everyone]
         for pid in everyone:
-            _signal(pid, signal.SIGKILL)
+            signal_process(pid, signal.SIGKILL)
         self.process.wait()
         end_s = time.monotonic() + STOP_S
         while left := [pid for pid in everyone if _alive(pid)]:
@@ -362,31 +319,8 @@ def _answer(act: Callable[[], Any]) -> HttpAnswer:
         return HttpAnswer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
-        os.kill(pid, number)
-
-
 def _alive(pid: int) -> bool:
     return procfs.state(pid) not in ("", "Z", "X")
-
-
-def reserved_port() -> socket.socket:
-    """A socket bound to a free TCP port, which is the caller's while the socket is open.
-
-    It does not listen, so a server that sets SO_REUSEADDR, as the router does, can bind the port again and again; the
-    system gives it to nobody else, neither to another test's node nor to a client, while no server has it.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago: for one who can try again, or takes the blame."""
-    with reserved_port() as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -10,19 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dormouse.core.holdings import Holdings, OwnerGroup, split
+from dormouse.core.holdings import STATE_S, Holdings, OwnerGroup, split
 from dormouse.core.memory.residency import Residency
 from dormouse.schemas import messages as m
 
 WEIGHTS: Final = "weights"
 KV: Final = "kv"
 ACTIVATIONS: Final = "activations"
-
-STATE_S: Final = 2.0
-"""Between two statements. A GPU's process that is killed takes so much with it."""
-
-ENTRIES: Final = 256
-"""Of each kind in one message, at most."""
 
 
 @dataclass(slots=True)
@@ -181,7 +175,9 @@ class LeaseMeter:
         self._due_s = None
         self.sync(now_s)
         count = max(len(held), len(told))
-        return [m.Metered(held=held[i : i + ENTRIES], uses=told[i : i + ENTRIES]) for i in range(0, count, ENTRIES)]
+        return [
+            m.Metered(held=held[i : i + m.ENTRIES], uses=told[i : i + m.ENTRIES]) for i in range(0, count, m.ENTRIES)
+        ]
 
     def _told(self, group: OwnerGroup, nbyte_ms: int, uses: Mapping[str, _Use]) -> m.HeldBytes:
         kv = group.owners[0] if group.kind == KV else ""

@@ -10,8 +10,6 @@ import msgspec
 import numpy as np
 import torch
 
-MOST_LOGPROBS: Final = 20
-
 AT_ONCE: Final = 4 << 20
 """Logits that are sorted at once on a GPU: what that takes beside them is some hundred MB."""
 

@@ -5,7 +5,6 @@ for places to which it writes changed storages back. This actor wires the parts:
 ingest/, what executors say to peers.py; the books of what all share are in memory/, what outlives the process in disk/.
 """
 
-import asyncio
 import os
 import resource
 import socket
@@ -17,7 +16,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
-from dormouse.core.listening import HEIR_FD, LEGACY_FD, inherited_at
+from dormouse.core.listening import HEIR_FD, inherited_at
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import inboxes
 from dormouse.gpuserver.store.disk.blobs import Blobs
@@ -27,20 +26,18 @@ from dormouse.gpuserver.store.disk.index import Index, forget_all
 from dormouse.gpuserver.store.disk.writer import Writer
 from dormouse.gpuserver.store.ingest.instances import StoreInstance
 from dormouse.gpuserver.store.ingest.loading import StoreServices
+from dormouse.gpuserver.store.inheritance import bequeath, inherited
 from dormouse.gpuserver.store.memory import legacy
 from dormouse.gpuserver.store.memory.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
 from dormouse.gpuserver.store.memory.segments import Holder, Segment, Segments
-from dormouse.gpuserver.store.memory.slabs import Slabs
 from dormouse.gpuserver.store.memory.store_memory import StoreMemory
-from dormouse.gpuserver.store.metering import STATE_S, HostMeter
+from dormouse.gpuserver.store.metering import HostMeter
 from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
+from dormouse.gpuserver.store.telling import Telling
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
-
-REPORT_S: Final = 0.02
-"""Delay of StoreStatus: people read it."""
+from dormouse.schemas.errors import ConfigError, PeerLost
 
 UNCLAIMED: Final = ("", 0)
 """Holds what the index had of no function (sessions), until the controller has said what is deployed."""
@@ -59,9 +56,6 @@ class Store(Actor):
         super().__init__(role, epoch, config)
         self.instances: dict[str, StoreInstance] = {}  # by instance
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
-        self._status: m.StoreStatus | None = None
-        self._reporting: asyncio.TimerHandle | None = None
-        self._stating: asyncio.TimerHandle | None = None
         self._unclaimed: list[Segment] = []
         self._opened = False
         self._heir: socket.socket | None = None  # where a successor finds what is left to it
@@ -84,12 +78,13 @@ class Store(Actor):
             files.open()
         self.segments = Segments(self.index.first_id)
         self.functions = KeptFunctions(self.segments)
-        self.meter = HostMeter(self.segments, self._owner)
-        self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
-        slabs, left = self._inherited()
+        meter = HostMeter(self.segments, self._owner)
+        self._telling = Telling(meter, self._totals, lambda message: self.controller.send(message), self.log)
+        self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._telling.soon)
+        slabs, left = inherited(config.host_nbytes, config.start.cuda, self.log)
         maps = {} if left is None else left.maps
         self.memory = StoreMemory(
-            self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press, maps
+            self.segments, slabs, self._on_slab, self._on_slab_gone, self._telling.soon, self.writer.press, maps
         )
         self.reads = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = StoreServices(
@@ -101,7 +96,7 @@ class Store(Actor):
             keys,
             Blobs(self.state.blobs),
             self.spawn,
-            self._report,
+            self._telling.soon,
             self.log,
         )
         self._restore()
@@ -119,49 +114,11 @@ class Store(Actor):
             on_message=self._on_controller,
         )
         self.inbox: Inbox[m.InboxPacket] = Inbox(self.paths.inbox("store", self.epoch), m.InboxPacket, self._on_packet)
-        self._report()
-
-    def _inherited(self) -> tuple[Slabs, legacy.Legacy | None]:
-        """The slabs, and what a store of an older version has left in them."""
-        budget_nbytes, pinnable = self.config.host_nbytes, self.config.start.cuda
-        slabs = Slabs(budget_nbytes, pinnable=pinnable)
-        end = inherited_at(LEGACY_FD)
-        if end is None:
-            return slabs, None
-        left = None
-        try:
-            with end:
-                left = legacy.take(end)
-            if left is None:
-                return slabs, None
-            if left.books.pinnable is not pinnable:
-                raise ValueError("they are for other GPUs")
-            slabs.adopt(dict(left.books.slabs), (segment.span for segment in left.books.segments))
-        except (RemoteProtocolError, ValueError) as error:
-            self.log.warning("legacy_refused", reason=str(error))
-            for memory in {} if left is None else left.maps.values():
-                memory.close()
-            return Slabs(budget_nbytes, pinnable=pinnable), None
-        for number in slabs.gone:
-            left.maps.pop(number).close()
-        slabs.gone.clear()
-        return slabs, left
+        self._telling.soon()
 
     def leave(self, within_s: float) -> None:
         """What is here goes to a successor when this store stops, which is next."""
         self._heir = inherited_at(HEIR_FD)
-
-    def _bequeath(self, heir: socket.socket) -> None:
-        memory = self.memory
-        memory.rest()
-        books = legacy.books_of(self.functions, memory.slabs)
-        try:
-            legacy.scrub(books, memory.slabs, memory.maps)
-            legacy.leave(heir, books, memory.maps)
-        except OSError as error:  # then it has what is in files
-            self.log.warning("nothing_left", reason=str(error))
-        else:
-            self.log.info("legacy_left", slabs=len(books.slabs), segments=len(books.segments))
 
     def _restore(self) -> None:
         """Take the index into the books; no file is looked at."""
@@ -179,9 +136,7 @@ class Store(Actor):
     async def stop(self) -> None:
         if not self._opened:  # it could not start
             return
-        for timer in (self._reporting, self._stating):
-            if timer is not None:
-                timer.cancel()
+        self._telling.close()
         self.controller.close()
         self.inbox.close()
         for attached in self.instances.values():
@@ -191,7 +146,7 @@ class Store(Actor):
         self.writer.close()
         self.reads.close()
         if self._heir is not None:
-            self._bequeath(self._heir)
+            bequeath(self._heir, self.functions, self.memory, self.log)
         self.memory.close()
         self.index.close()
 
@@ -200,7 +155,7 @@ class Store(Actor):
     def peers_changed(self, before: dict[str, int]) -> None:
         for role in [role for role in before if role in self.executors and before[role] != self.peers.get(role)]:
             self.executors.pop(role).close()
-            self._report()
+            self._telling.soon()
         for role, epoch in self.peers.items():
             if role.startswith("gpu") and role not in self.executors:
                 executor = self.executors[role] = ExecutorSession(role, epoch, self.node)
@@ -257,7 +212,7 @@ class Store(Actor):
                 attached = self.instances.get(instance)
                 if attached is not None and attached.model.first_use(version, segments):
                     self._show(attached)
-        self._report()
+        self._telling.soon()
 
     # --- models
 
@@ -267,7 +222,7 @@ class Store(Actor):
         self.controller.send(m.ModelSize(instance=model.instance, version=model.version, nbytes=model.nbytes))
         self._show(attached)
         self.memory.collect()
-        self._report()
+        self._telling.soon()
 
     def _show(self, attached: StoreInstance) -> None:
         manifest = attached.model.manifest()
@@ -290,7 +245,7 @@ class Store(Actor):
         self.log.error("segment_damaged", segment=segment.id, instances=instances, text=text)
         self.controller.send(m.ModelDamaged(instances=instances, text=text))
         self.writer.poke()
-        self._report()
+        self._telling.soon()
 
     # --- instances
 
@@ -328,7 +283,7 @@ class Store(Actor):
             executor.send(m.Dropped(instance=instance))
         self.memory.collect()
         self.writer.poke()
-        self._report()
+        self._telling.soon()
 
     # --- controller
 
@@ -343,7 +298,7 @@ class Store(Actor):
             case m.AskStore(query=query):
                 models = [(attached.attach, attached.model) for attached in self.instances.values()]
                 answer = m.StoreReport(query=query, instances=instance_bytes(self.segments, models))
-                self._send_status()  # first, so that the totals and the models' shares are of one moment
+                self._telling.now()  # first, so that the totals and the models' shares are of one moment
                 self.controller.send(answer)
 
     def _move_down(self, asked: m.MoveDown) -> None:
@@ -351,7 +306,7 @@ class Store(Actor):
         segments = {segment.id: segment for model in models for segment in model.order}
         left_nbytes = self.segments.forget_here(segments.values(), asked.instances)
         self.memory.collect()
-        self._report()
+        self._telling.soon()
         self.controller.send(m.MovedDown(query=asked.query, left_nbytes=left_nbytes))
 
     def _keep(self, functions: list[tuple[str, int]]) -> None:
@@ -361,21 +316,7 @@ class Store(Actor):
             self.segments.release(segment, UNCLAIMED)
         self.memory.collect()
         self.writer.sweep()
-        self._report()
-
-    def _report(self) -> None:
-        """Tell the controller soon: a load changes the numbers hundreds of times in a second."""
-        if self._reporting is None:
-            self._reporting = self.loop.call_later(REPORT_S, self._send_status)
-        self.meter.sync(self.loop.time())
-        if self._stating is None and not self.meter.empty:
-            self._stating = self.loop.call_later(STATE_S, self._state)
-
-    def _state(self) -> None:
-        """Who has had host memory."""
-        for statement in self.meter.state(self.loop.time()):
-            self.controller.send(statement)
-        self._stating = None if self.meter.empty else self.loop.call_later(STATE_S, self._state)
+        self._telling.soon()
 
     def _owner(self, holder: Holder) -> str:
         if isinstance(holder, tuple):
@@ -383,12 +324,9 @@ class Store(Actor):
         attached = self.instances.get(holder)
         return "" if attached is None else attached.attach.function or holder
 
-    def _send_status(self) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-            self._reporting = None
+    def _totals(self) -> m.StoreStatus:
         budget = self.config.disk_nbytes
-        status = m.StoreStatus(
+        return m.StoreStatus(
             host_nbytes=self.memory.slabs.held_nbytes,
             host_budget_nbytes=self.memory.slabs.budget_nbytes,
             file_nbytes=self.segments.filed_nbytes,
@@ -397,8 +335,3 @@ class Store(Actor):
             slabs=len(self.memory.maps),
             trouble=self.writer.trouble,
         )
-        if status != self._status:
-            if self._status is not None and status.trouble != self._status.trouble:
-                self.log.warning("store_trouble", text=status.trouble)
-            self._status = status
-            self.controller.send(status)

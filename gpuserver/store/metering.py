@@ -11,12 +11,6 @@ from dormouse.schemas import messages as m
 
 HOST: Final = "host"
 
-STATE_S: Final = 2.0
-"""Between two statements. A store that is killed takes so much with it."""
-
-ENTRIES: Final = 256
-"""In one message, at most."""
-
 
 class HostMeter:
     """``owner`` tells the function of a holder; "" if it is of none."""
@@ -46,4 +40,4 @@ class HostMeter:
             m.HeldBytes(kind=group.kind, owners=list(group.owners), nbyte_ms=nbyte_ms)
             for group, nbyte_ms in self._held.take(int(now_s * 1000))
         ]
-        return [m.HostMetered(held=held[start : start + ENTRIES]) for start in range(0, len(held), ENTRIES)]
+        return [m.HostMetered(held=held[start : start + m.ENTRIES]) for start in range(0, len(held), m.ENTRIES)]

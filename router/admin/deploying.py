@@ -1,6 +1,5 @@
 """One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is deploys.py's."""
 
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -9,6 +8,7 @@ from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
+from dormouse.core.names import NAME
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
@@ -25,8 +25,6 @@ from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettin
 
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
-
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None = None) -> FunctionSpec:

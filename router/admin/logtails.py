@@ -6,9 +6,9 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dormouse.core.keys import KeyFile
+from dormouse.core.names import NAME
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
-from dormouse.router.admin.deploying import NAME
 from dormouse.router.admin.permits import Permits
 from dormouse.router.decisions import queueing
 from dormouse.router.decisions.state import RouterState

@@ -12,9 +12,6 @@ from dormouse.schemas import messages as m
 TELL_S: Final = 2.0
 """Between two tellings. A router that is killed takes so much with it."""
 
-ENTRIES: Final = 256
-"""In one message, at most."""
-
 
 class ServedCounts:
     """``tell`` is to the controller."""
@@ -37,5 +34,5 @@ class ServedCounts:
             self._timer.cancel()
             self._timer = None
         counts, self._counts = [(*name, count) for name, count in sorted(self._counts.items())], Counter()
-        for start in range(0, len(counts), ENTRIES):
-            self._tell(m.Served(functions=counts[start : start + ENTRIES]))
+        for start in range(0, len(counts), m.ENTRIES):
+            self._tell(m.Served(functions=counts[start : start + m.ENTRIES]))

@@ -28,16 +28,13 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 MESSAGE_NBYTES: Final = 1 << 20
-"""Largest message from an instance: a traceback; bodies go through the arena beyond INLINE_NBYTES."""
+"""Largest message from an instance: a traceback; bodies go through the arena beyond INLINE_BODY_NBYTES."""
 
 HIGH_WATER_MARK: Final = 64
 """An instance and the router exchange a handful of messages per request; one that lets more pile up is broken."""
 
 LLM_HIGH_WATER_MARK: Final = 4096
 """Of an instance that has many requests at once."""
-
-INLINE_NBYTES: Final = 64 << 10
-"""Bodies up to this size travel in the message."""
 
 FORGET_S: Final = 1.0
 """Pages that a large body has used are kept for the next one so long: new ones take ten times as long to write."""
@@ -115,7 +112,7 @@ class InstanceHost:
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
         self._keep()
-        if len(body) <= INLINE_NBYTES or self._at_once:  # the arena has room for one
+        if len(body) <= m.INLINE_BODY_NBYTES or self._at_once:  # the arena has room for one
             return bytes(body), 0  # no copy: what is small came as bytes
         self._request_nbytes, done = max(self._request_nbytes, len(body)), 0
         while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here

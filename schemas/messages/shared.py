@@ -42,6 +42,12 @@ whole chunk.
 BATCH_NBYTES: Final = 256 << 10
 """Parts of several answers in one message, together at most."""
 
+ENTRIES: Final = 256
+"""In one message, at most, where a message has an entry for each function or owner."""
+
+INLINE_BODY_NBYTES: Final = 64 << 10
+"""Of a request or an answer, up to this size, in the message; beyond, a copy through the arena is the cheaper one."""
+
 SSE: Final = "text/event-stream"
 RAW: Final = "application/octet-stream"
 StreamKind = Literal["text/event-stream", "application/octet-stream"]

@@ -27,7 +27,8 @@ from dormouse.client import (
     RequestRefused,
     Unreached,
 )
-from dormouse.core.node.testing import TestNode, free_port, running_node
+from dormouse.core.node.ports import free_port
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,8 @@ import torch
 from msgspec.structs import asdict
 
 from dormouse.core.node.adminclient import AdminClient
-from dormouse.core.node.testing import TestNode, reserved_port, running_node
+from dormouse.core.node.ports import reserved_port
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import DEFAULT
 
 COLD = True  # as users start a node

@@ -27,7 +27,7 @@ from dormouse.core.holdings import Holdings, OwnerGroup, split
 from dormouse.core.memory.pools.regions import Regions
 from dormouse.core.memory.residency import Residency
 from dormouse.core.memory.wake_plan import ModelTooLarge
-from dormouse.gpuserver.lease.metering import ENTRIES, LeaseMeter
+from dormouse.gpuserver.lease.metering import LeaseMeter
 from dormouse.gpuserver.store.memory.segments import Segments
 from dormouse.gpuserver.store.memory.slabs import SlabSpan
 from dormouse.gpuserver.store.metering import HostMeter
@@ -232,10 +232,10 @@ def test_activations_are_of_who_made_them() -> None:
 
 def test_long_statements_come_in_pieces() -> None:
     gpu = Gpu(0)
-    for number in range(ENTRIES + 3):
+    for number in range(m.ENTRIES + 3):
         gpu.meter.busy(f"i{number}", 1.0)
     told = gpu.meter.state(1.0)
-    assert [len(each.uses) for each in told] == [ENTRIES, 3]
+    assert [len(each.uses) for each in told] == [m.ENTRIES, 3]
 
 
 # --- host memory

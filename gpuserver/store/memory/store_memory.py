@@ -26,7 +26,7 @@ ROOM_S: Final = 10.0
 """How long room is waited for while files are being written or segments are pinned: a batch of the writer takes about a
 second, and an executor's patience with a lease that ends is of that order."""
 
-INLINE_NBYTES: Final = 256 << 10
+COPY_INLINE_NBYTES: Final = 256 << 10
 """Copied in the loop: 25 µs, less than a hand-over to a thread and back (56-82 µs)."""
 
 SCRUB_INLINE_NBYTES: Final = 4 << 20
@@ -88,7 +88,7 @@ class StoreMemory:
     async def copy(self, source: int, span: SlabSpan, offset: int, nbytes: int) -> None:
         """``nbytes`` from an address to ``offset`` of a span; both stay mapped until this returns."""
         target = self.address(span) + offset
-        if nbytes <= INLINE_NBYTES:
+        if nbytes <= COPY_INLINE_NBYTES:
             ctypes.memmove(target, source, nbytes)
         else:
             await self.run(ctypes.memmove, target, source, nbytes)

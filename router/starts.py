@@ -1,0 +1,98 @@
+"""Starts instances: brings together what each is given (its log, its secrets, its folder, its libraries), and has one
+of the two zygotes fork it. When one starts is the policy's to decide.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from dormouse.core.masking import SecretMask
+from dormouse.router.admin.environments import Environments
+from dormouse.router.admin.snapshots import Snapshots
+from dormouse.router.admin.vault import Vault, variables_file
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
+from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.plain import PlainZygote
+from dormouse.router.instances.zygote import ZygoteLink
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
+
+
+class InstanceStarts:
+    """``dispatch`` has the policy hear an event: that one could not be started, or prints."""
+
+    def __init__(
+        self,
+        picture: RouterState,
+        instances: Instances,
+        logs: FunctionLogs,
+        vault: Vault,
+        snapshots: Snapshots,
+        environments: Environments,
+        zygote: ZygoteLink,
+        plain: PlainZygote,
+        dispatch: Callable[[e.Event], None],
+        log: Any,
+    ) -> None:
+        self._picture, self._instances, self._logs, self._vault = picture, instances, logs, vault
+        self._snapshots, self._environments = snapshots, environments
+        self._zygote, self._plain = zygote, plain
+        self._dispatch, self._log = dispatch, log
+
+    def start(self, name: str, spec: m.FunctionSpec, device: m.DeviceInfo) -> None:
+        if spec.environment and self._environments.of(spec.environment) is None:
+            self._failed(name, ": its libraries are not there for this version of torch; deploy it again")
+            return
+        try:
+            log = self._logs.of(spec.name)
+            secrets = self._vault.values(spec)
+            variables = variables_file(spec, secrets)
+        except ConfigError as error:
+            self._failed(name, f": {error}")
+            return
+        except OSError as error:
+            self._failed(name, f" ({error.filename}: {error.strerror}; free space on the disk of [node] state)")
+            return
+        host = self._instances.open(name, spec)
+        log.write(
+            f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
+        )
+        host.mask = SecretMask(secrets)
+        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask))
+        folder = self._snapshots.tree(spec.name, spec.snapshot)
+        own = self._environments.site(spec.environment) if spec.environment else ""
+        fork = self._instances.fork_message(host, spec, str(folder), device, variables >= 0, own)
+        fds = (pipe.write_fd, host.arena.fd, variables)[: 2 + fork.variables]
+        environment = self._environments.of(spec.environment)
+        if environment is None or self._zygote.modules.isdisjoint(environment.names):
+            self._zygote.post(fork, fds)
+        else:
+            self._plain.fork(fork, fds)
+        pipe.handed()
+        if variables >= 0:
+            os.close(variables)
+        self._log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
+
+    def _failed(self, name: str, why: str) -> None:
+        self._dispatch(e.InstanceExited(name, f"could not be started{why}"))
+
+    def _printed(self, name: str) -> None:
+        instance = self._picture.instances.get(name)
+        if instance is not None and instance.state.loads:
+            self._dispatch(e.Printed(name))
+
+    def begin_log(self, spec: m.FunctionSpec) -> None:
+        """Another tenant has the name from now on: what was printed before is not for its eyes."""
+        self._logs.remove(spec.name)
+        for name, instance in self._picture.instances.items():
+            host = self._instances.hosts.get(name)
+            alike = (instance.spec.name, instance.spec.tenant) == (spec.name, spec.tenant)
+            if alike and host is not None and host.log_pipe is not None:
+                with suppress(OSError):  # a full disk: what it prints is lost, and nothing else
+                    host.log_pipe.log = self._logs.of(spec.name)
