@@ -92,6 +92,18 @@ def test_evictions_that_freed_nothing_are_undone() -> None:
     assert plan.evicted == [4]
 
 
+def test_a_neighbour_that_would_take_the_last_small_granule_does_not_come_back() -> None:
+    """Once it has left, a large granule would do for the newcomer, and nobody had to leave; beside it, it would not."""
+    pool = Pages([(1024, 2), (2048, 2)], 1 << 20)
+    pool.place([(1, 1024)], cost=float, tenant="t")
+    pool.place([(2, 512)], cost=float, tenant="t")  # in the other half of the same window
+    pool.drop([1])
+    pool.place([(3, 1024)], cost=float, tenant="u")  # has the small granule that is free
+    pool.place([(4, 2048)], cost=float, tenant="v")
+    assert pool.place([(1, 1024)], cost=float, fixed={3, 4}, tenant="t").evicted == [2]
+    pool.check()
+
+
 def test_another_tenants_granule_is_cleared_and_ones_own_is_preferred() -> None:
     pool = pages(2, 0)
     (first,) = pool.place([(1, LARGE)], cost=even, tenant="a").mapped

@@ -280,7 +280,7 @@ class Pages:
         total = sum(aligned(nbytes) for _, nbytes in guests)
         step = total // TRIES
         evicted: list[tuple[int, int, int]] = []  # (segment, large and small granules that it left)
-        again, tried = False, (total - step, 0)
+        tried = (total - step, 0)
         for segment in eviction.ascending(movable, [addresses.nbytes(each) for each in movable], cost).names:
             large, small = backing.spare_large, backing.spare_small
             places[segment] = addresses.offset(segment), addresses.windows(segment)
@@ -295,12 +295,11 @@ class Pages:
             now = (self.capacity - self._used - reserve_nbytes, spare_nbytes)
             if max(now[0] - tried[0], now[1] - tried[1]) < step or now[0] < total:
                 continue  # too little has left since the last try
-            if again := self._fits_with(guests, stay, tenant, reserve_nbytes):
+            if self._fits_with(guests, stay, tenant, reserve_nbytes):
                 break
             tried = now
         else:
             # with all neighbours gone a window may take a large granule where it had small ones
-            again = True
             if not self._fits_with(guests, stay, tenant, reserve_nbytes):
                 for segment, _, _ in evicted:
                     self._return(segment, places[segment][0])
@@ -312,7 +311,8 @@ class Pages:
             # back it takes at least what it left (more, if neighbours have gone since), and the demand grows no smaller
             less = (0, 0) if guests else (large, small)
             if backing.fits(demand, reserve_nbytes, less) and self._return(segment, places[segment][0]):
-                near = again and not touched.isdisjoint(places[segment][1])
+                # beside a neighbour that is back, a window takes small granules alone
+                near = not touched.isdisjoint(places[segment][1])
                 then = backing.demand(windows) if near else demand
                 if backing.fits(then, reserve_nbytes):
                     demand = then
