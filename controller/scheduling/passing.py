@@ -49,6 +49,11 @@ class Rounds:
             return False
         return all(waiting.resumes is not None for waiting in queue.waiting.values())
 
+    @property
+    def taken(self) -> bool:
+        """Whether nobody gets a turn anywhere, whatever the core is told."""
+        return not self._turns.free
+
     def ahead(self, number: int, holder: int, decoding: Mapping[int, int]) -> dict[int, float] | None:
         """What `SLACKS` says of each of these leases on a GPU, with so many sequences each; one of them has the only
         turn, and the others want it; it is `able`. None: somebody else wants it, or something is known of them that is

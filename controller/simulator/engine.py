@@ -105,6 +105,7 @@ class Simulation:
             rule = BatchRule.of(policy.batching, policy.batch_size, policy.batch_delay_ms)
             self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, rule)
             self.executors.granted = self._serving.granted
+            self.executors.runtimes.rotation.happens = self._happens
         self._front: Front | None = None
         if outside is not None:
             self._front = RouterQueue(outside, len(models), agenda, self._ask)
@@ -233,15 +234,11 @@ class Simulation:
             if kind == ENDED:
                 if not what.lost:
                     ended(what)
-            elif kind == TICK:
-                if agenda.now_s == self._tick_s:  # else an earlier one has taken its place
-                    self._tick_s = INFINITY
-                    self._tell(ev.Tick())
             elif kind == COPIED:
                 if version == what.version:
                     copied(what)
             else:
-                self._rarely(kind, what, version)
+                self._happens(kind, what, version)
         if self._serving is not None:
             streamed = self._serving.streams.output > 0
             self.latency_s[streamed] = self._serving.streams.first_s[streamed]
@@ -251,9 +248,13 @@ class Simulation:
         assert self._serving is not None
         (self._serving.arrives if self._serving.serves(self._who[request]) else others)(request)
 
-    def _rarely(self, kind: int, what: Any, version: int) -> None:
-        """Events that most runs do not have."""
-        if kind == BEGIN:
+    def _happens(self, kind: int, what: Any, version: int) -> None:
+        """All but what most runs have most of."""
+        if kind == TICK:
+            if self._agenda.now_s == self._tick_s:  # else an earlier one has taken its place
+                self._tick_s = INFINITY
+                self._tell(ev.Tick())
+        elif kind == BEGIN:
             if not what.lost:
                 self.executors.copy(what)
         elif kind == LOST:

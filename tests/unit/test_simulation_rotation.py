@@ -14,6 +14,7 @@ from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
+from dormouse.controller.simulator.streams.model import Lengths
 from dormouse.schemas.policy import Policy
 
 Log = list[tuple[float, ev.Event, list[ev.Action]]]
@@ -66,6 +67,20 @@ def test_streams_that_end_do_not_end_a_round() -> None:
     streams = simulations[1].streams
     assert streams is not None
     assert max(kinds(fast, ev.TurnWanted)) < streams.over_s.min() / 4
+
+
+def test_a_lease_that_ends_does_not_end_a_round() -> None:
+    """It had nothing to do: those who take turns do not notice."""
+    short, *long = models(4)
+    assert short.llm is not None
+    brief = msgspec.structs.replace(short.llm, output=Lengths(mean=2, most=2), idle_s=0.5)
+    specs = [msgspec.structs.replace(short, llm=brief), *long]
+    asked = [(0.02 * number, number) for number in range(4)]
+    simulations, (_, fast) = both(lambda: made(specs, policy=Policy(turn_order="fifo")), asked)
+    streams = simulations[1].streams
+    assert streams is not None
+    first_s, *_ = kinds(fast, ev.LeaseOver)
+    assert max(kinds(fast, ev.TurnWanted)) < first_s < streams.over_s[1:].min()
 
 
 @settings(max_examples=12, deadline=None)

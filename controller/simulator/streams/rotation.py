@@ -3,19 +3,20 @@
 While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. Whose turn
 is next is decided when a step begins. What is computed for each step here is that, by the scheduling core's rule
 (passing.py there), and when it ends. A stream may end with a step, and a runtime then have nothing to do: it takes part
-no more. Memory for KV grows as long as nobody has to leave for it.
+no more. Memory for KV grows as long as nobody has to leave for it. A lease without sequences may end meanwhile.
 Batches, leases and the core are told when something else is due, or needs more than that.
 Nothing is different from what it would be step by step: tests compare.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final
 
+from dormouse.controller.scheduling.events import RuntimesOn
 from dormouse.controller.scheduling.passing import Passed
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import COMPUTED, COPIED, UNWANTED, Agenda
+from dormouse.controller.simulator.agenda import COMPUTED, COPIED, PRELOADED, TICK, UNWANTED, Agenda, Entry
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.memory import KvMemory
 from dormouse.controller.simulator.streams.model import MOST_OPEN
@@ -98,8 +99,17 @@ def _void(kind: int, what: Any, version: int) -> bool:
     return kind in (COMPUTED, COPIED) and version != what.version
 
 
+def _apart(number: int, gone: Iterable[Rotating], kind: int, what: Any) -> bool:
+    """Whether nothing comes of it for those that take part on this GPU."""
+    if kind == UNWANTED:
+        return what.wake.lease.gpu == number and all(each.lease is not what for each in gone)
+    return kind == TICK or (kind == PRELOADED and isinstance(what, RuntimesOn))
+
+
 class Rotation:
-    """Of one node. ``advanced`` is told of streams that end."""
+    """Of one node. ``advanced`` is told of streams that end; ``happens`` takes what is due that is no lease's turn."""
+
+    happens: Callable[[int, Any, int], None]
 
     def __init__(self, agenda: Agenda, memory: KvMemory, advanced: Callable[[Advanced], None]) -> None:
         self._agenda, self._memory, self._advanced = agenda, memory, advanced
@@ -126,8 +136,12 @@ class Rotation:
             took_s = each.fixed_s + each.per_context_s * each.context
             ends_s = now_s + took_s
             next_s = ends_s + found[then].runtime.spec.turn_s
-            if next_s >= until_s or (each.left <= 1 and each.growing >= MOST_OPEN):  # else nobody waits to be let in
+            if each.left <= 1 and each.growing >= MOST_OPEN:  # else nobody waits to be let in
                 break
+            if next_s >= until_s:
+                if not (core.rounds.taken and self._passes(number, gone, next_s)):
+                    break
+                until_s = agenda.next_s
             if steps:
                 each.used_s += now_s - since_s
             each.took_s.append(took_s)
@@ -145,9 +159,10 @@ class Rotation:
                 heapreplace(next_ones, (ends_s + each.slack_s, holder))
             steps, since_s, now_s = steps + 1, now_s, next_s
             holder, each = then, found[then]
+        agenda.now_s = now_s
         if not steps:
             return own
-        agenda.now_s, each.told_s = now_s, since_s
+        each.told_s = since_s
         for other in found.values():
             other.done()
         for other in (*found.values(), *gone):
@@ -155,6 +170,21 @@ class Rotation:
         others = sorted((other for other in found.values() if other is not each), key=lambda other: other.told_s)
         core.rounds.passed(number, began_s, _passed(each), map(_passed, others), map(_passed, gone))
         return each.lease
+
+    def _passes(self, number: int, gone: list[Rotating], next_s: float) -> bool:
+        """Whether all that is due until then is of nobody who takes part, and over: leases that have nothing to do end,
+        and the core looks at who waits.
+        """
+        heap, due = self._agenda.heap, list[Entry]()
+        while heap and heap[0][0] <= next_s and (_void(*heap[0][2:]) or _apart(number, gone, *heap[0][2:4])):
+            due.append(heappop(heap))
+        if self._agenda.next_s <= next_s:
+            for entry in due:
+                heappush(heap, entry)
+            return False
+        for self._agenda.now_s, _, kind, what, version in due:
+            self.happens(kind, what, version)
+        return self._agenda.next_s > next_s or self._passes(number, gone, next_s)
 
     def _grows(self, each: Rotating, now_s: float) -> bool:
         """Before its step. False: others would have to leave for it."""

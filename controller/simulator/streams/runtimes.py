@@ -64,7 +64,7 @@ class RuntimeLeases:
         self._agenda, self._tell = agenda, tell
         self._tells = RuntimeTells(agenda, tell)
         self.memory = KvMemory(machine, gpus, agenda)
-        self._rotation = Rotation(agenda, self.memory, lambda made: self.advanced(made))
+        self.rotation = Rotation(agenda, self.memory, lambda made: self.advanced(made))
         self.margins = True  # sequences join by them
         self.rotates = True
         self.advanced: Callable[[Advanced], None] = lambda made: None
@@ -258,7 +258,7 @@ class RuntimeLeases:
         core = self._machine.core
         if not core.rounds.able(gpu.number) or not (found := rotating(gpu.leases.values(), lease, agenda.now_s)):
             return lease
-        last = self._rotation.rotate(found, lease, core)
+        last = self.rotation.rotate(found, lease, core)
         self._machine.passed(lease, last)
         return last
 
