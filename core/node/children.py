@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from dormouse.core import openmp
 from dormouse.core.links.zmq_link import ZmqLink
@@ -45,11 +45,20 @@ def patience_s(*, waits: bool, ready: bool) -> float:
     return SILENCE_S if ready else START_S
 
 
+def _sink(path: Path) -> IO[bytes]:
+    """Where a process writes what is no record. A disk that takes no file more loses that, and nothing else."""
+    try:
+        path.unlink(missing_ok=True)  # a predecessor's, or an old node's, may have it open yet
+        return path.open("wb")
+    except OSError:
+        return open(os.devnull, "wb")
+
+
 class RunningRole:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
     ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
     ``stands_by``: of a node that is not there yet: it imports all, and begins with :meth:`begin`; a zygote is ready.
-    Raises ProcessFailed if its interpreter cannot be started.
+    Raises ProcessFailed if it cannot be started.
     """
 
     def __init__(
@@ -111,8 +120,7 @@ class RunningRole:
             environment |= openmp.WAITING
         command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
         try:
-            stderr.unlink(missing_ok=True)  # a predecessor's, or an old node's, may have it open yet
-            with open(stderr, "wb") as sink:
+            with _sink(stderr) as sink:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -125,7 +133,8 @@ class RunningRole:
         except OSError as error:
             self._close()
             if error.filename != python:
-                raise
+                text = f"the machine does not start it ({error.strerror}); close other programs, or allow more"
+                raise ProcessFailed(text) from error
             raise ProcessFailed(
                 f"its interpreter {python} cannot be started ({error.strerror}); install it there, or name another "
                 "([sandbox] python is that of functions)"

@@ -200,6 +200,16 @@ def test_a_killed_supervisor_takes_everything_with_it() -> None:
         node.kill("controller")  # running_node stops the node at once and checks processes and the run directory
 
 
+def test_a_process_whose_log_has_no_place_serves_all_the_same() -> None:
+    """On a full disk the first scrape, which starts a process, ended the node."""
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n', node="open_loopback = true") as node:
+        for name in ("metrics.err", "metrics.log"):
+            (node.state / "logs" / name).mkdir()
+        before = node.pids()
+        node.wait(lambda: node.http("GET", "/metrics").status == 200, 120, "a scrape")  # its process starts slowly
+        assert {role: pid for role, pid in node.pids().items() if role != "metrics"} == before
+
+
 def test_an_executor_that_does_not_give_a_lease_back_is_killed() -> None:
     """It computes on for a function that has run out of time. Its heart beats: only the lease tells."""
     source = """
