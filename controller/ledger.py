@@ -117,7 +117,11 @@ class Ledger:
         self.changed[account] = None
 
     def restore(self, account: Account, books: Books) -> None:
-        """As it was written down."""
+        """As it was written down; what was used since comes on top."""
+        if (since := self.books.get(account)) is not None:
+            marks = [(minute, books.total.plus(used)) for minute, used in since.marks if minute > books.last]
+            books = Books(books.total.plus(since.total), [*books.marks, *marks])
+            self.changed[account] = None
         self.books[account] = books
         if books.marks:
             self._now = max(self._now, books.marks[-1][0])

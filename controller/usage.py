@@ -37,7 +37,7 @@ class NodeUsage:
 
     def open(self, path: Path) -> None:
         self._file = UsageFile(path, self._ledger, self._log)
-        self._restored = {account: books.total for account, books in self._ledger.books.items()}
+        self._restored = self._file.restored
 
     def deployed(self, specs: Sequence[m.FunctionSpec]) -> None:
         """All that are."""

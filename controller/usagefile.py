@@ -1,5 +1,6 @@
 """The ledger in a file, so that it is there again after a restart: SQLite in the state directory, some accounts at a
-time. A file that is damaged is set aside: a node serves without knowing what was used.
+time. A file that is damaged is set aside: a node serves without knowing what was used. One that cannot be read or
+written for now, as on a full disk, is tried again with each batch, and loses nothing.
 """
 
 import json
@@ -9,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from dormouse.controller.ledger import Account, Books, Ledger, Used, numbers
+from dormouse.controller.ledger import MAX_ACCOUNTS, Account, Books, Ledger, Used, numbers
 
 VERSION: Final = 1
 
@@ -18,14 +19,29 @@ BATCH: Final = 8
 
 
 class UsageFile:
-    """``log`` is the process's. Without a file that can be written, all goes on without."""
+    """``log`` is the process's. Without a file that can be written, all goes on without. ``restored``: totals of what
+    the file had when it was read.
+    """
 
     def __init__(self, path: Path, ledger: Ledger, log: Any) -> None:
         self._path, self._ledger, self._log = path, ledger, log
         self._db: sqlite3.Connection | None = None
+        self.restored: dict[Account, Used] = {}
+        self._later = False  # it is to be read yet
+        self._trouble = ""  # that was said
+        self._open()
+
+    def _open(self) -> None:
+        path = self._path
         try:
             self._read()
+            self._later = False
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            self._later = _passes(error)
+            if self._later:
+                self._say(str(error))
+                self._close()
+                return
             self._drop(f"{error}; set aside as {path.name}.damaged")
             with suppress(OSError):
                 path.replace(path.with_name(path.name + ".damaged"))
@@ -34,6 +50,7 @@ class UsageFile:
             try:
                 self._read()
             except sqlite3.DatabaseError as again:
+                self._later = _passes(again)
                 self._drop(str(again))
 
     def _read(self) -> None:
@@ -46,13 +63,25 @@ class UsageFile:
         db.execute("CREATE TABLE IF NOT EXISTS accounts (tenant TEXT, function TEXT, books TEXT, "
                    "PRIMARY KEY (tenant, function))")  # fmt: skip
         db.execute(f"PRAGMA user_version={VERSION}")
+        kept: dict[Account, Books] = {}
         for tenant, function, text in db.execute("SELECT tenant, function, books FROM accounts"):
             total, marks = json.loads(text)
             books = Books(Used(*total), [(int(minute), Used(*values)) for minute, values in marks])
-            self._ledger.restore(Account(tenant, function), books)
+            kept[Account(tenant, function)] = books
+        for account, books in kept.items():
+            self.restored[account] = books.total
+            self._ledger.restore(account, books)
 
     def _drop(self, why: str) -> None:
-        self._log.warning("usage_not_kept", path=str(self._path), reason=why)
+        self._say(why)
+        self._close()
+
+    def _say(self, why: str) -> None:
+        if why != self._trouble:
+            self._log.warning("usage_not_kept", path=str(self._path), reason=why)
+        self._trouble = why
+
+    def _close(self) -> None:
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -60,6 +89,11 @@ class UsageFile:
     def write(self, most: int = BATCH) -> None:
         """So many of the accounts that have changed, those first whose change is oldest."""
         ledger = self._ledger
+        if self._db is None and self._later:
+            self._open()
+            if self._later:
+                del ledger.closed[:-MAX_ACCOUNTS]
+                return
         names = list(islice(ledger.changed, most))
         closed, ledger.closed = ledger.closed, []
         for account in names:
@@ -73,15 +107,26 @@ class UsageFile:
             self._db.executemany("DELETE FROM accounts WHERE tenant = ? AND function = ?", closed)
             self._db.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?)", rows)
             self._db.execute("COMMIT")
+            self._trouble = ""
         except sqlite3.Error as error:
-            self._drop(str(error))
+            if not _passes(error):
+                self._drop(str(error))
+                return
+            self._say(str(error))
+            if self._db.in_transaction:
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            ledger.changed |= dict.fromkeys(names)
+            ledger.closed = [*closed, *ledger.closed][-MAX_ACCOUNTS:]
 
     def close(self) -> None:
-        if self._db is not None:
-            self.write(len(self._ledger.changed))
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        self.write(len(self._ledger.changed))
+        self._close()
+
+
+def _passes(error: Exception) -> bool:
+    """Whether nothing is wrong with the file itself: there is no room, or no right, for now."""
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR
 
 
 def _text(books: Books) -> str:

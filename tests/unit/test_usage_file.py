@@ -114,4 +114,55 @@ def test_without_a_file_all_goes_on(tmp_path: Path) -> None:
     ledger.add(Account("t", "f"), Used(requests=1), NOW_S)
     file.write()
     file.close()
-    assert not ledger.changed, "what nobody writes does not pile up"
+    assert len(log.warnings) == 1, "it is said once"
+
+
+def test_a_file_that_cannot_be_read_for_now_is_read_later_and_nothing_is_lost(tmp_path: Path) -> None:
+    """As when a controller starts on a full disk, where SQLite cannot make its log."""
+    place, account, other = tmp_path / "there", Account("t", "f"), Account("t", "g")
+    place.mkdir()
+    ledger, file, _ = opened(place / "usage")
+    for minute in range(3):
+        ledger.add(account, Used(requests=1), NOW_S + minute * MINUTE_S)
+    file.close()
+    away = place.rename(tmp_path / "away")
+    ledger, file, log = opened(place / "usage")
+    assert [warning.split(":")[0] for warning in log.warnings] == ["usage_not_kept"]
+    for minute in (2, 3, 4):
+        ledger.add(account, Used(requests=10), NOW_S + minute * MINUTE_S)
+    ledger.add(other, Used(requests=5), NOW_S + 4 * MINUTE_S)
+    file.write()
+    away.rename(place)
+    file.write()
+    assert file.restored == {account: Used(requests=3)}
+    assert not (place / "usage.damaged").exists()
+    file.close()
+    again, file, log = opened(place / "usage")
+    for found in (ledger, again):
+        used = found.since(0.0, NOW_S + 300)[1]
+        assert {name: each.requests for name, each in used.items()} == {account: 33, other: 5}
+        used = found.since(NOW_S + 3 * MINUTE_S, NOW_S + 300)[1]
+        assert {name: each.requests for name, each in used.items()} == {account: 20, other: 5}
+    assert not log.warnings
+    file.close()
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    ledger, file, log = opened(tmp_path / "usage")
+    file.write()
+    db = file._db
+    assert db is not None
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count={pages}")
+    names = [Account("t", "f" * 200 + str(number)) for number in range(BATCH * 8)]
+    for name in names:
+        ledger.add(name, Used(requests=1), NOW_S)
+    for _ in range(20):
+        file.write()
+    assert log.warnings == ["usage_not_kept: database or disk is full"], "it is said once"
+    assert ledger.changed
+    db.execute("PRAGMA max_page_count=4294967294")
+    file.close()
+    again, file, _ = opened(tmp_path / "usage")
+    assert {name: books.total for name, books in again.books.items()} == dict.fromkeys(names, Used(requests=1))
+    file.close()
