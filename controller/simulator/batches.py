@@ -1,7 +1,10 @@
 """Requests of simulated functions that come in batches, between their arrival and the scheduling core: pure. It has the
-place of the router and of the function's instance (router/decisions/queueing.py), and says what those say: one wish for
-a lease for all that wait, and again which those are when one more has come. When a batch begins, and how many are in
-it, the core decides.
+place of the router and of the functions' instances (router/decisions/queueing.py), and says what those say: one wish of
+each instance for a lease for all that wait there, and again which those are when one more has come. When a batch
+begins, and how many are in it, the core decides.
+
+A request goes to the instance that has fewest. Where a function may have several, each has at most a batch that runs
+and one that comes together; others wait for the first that has room.
 """
 
 from bisect import insort
@@ -14,30 +17,80 @@ import numpy.typing as npt
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import ASKS, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
+from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.front import Ask
+from dormouse.core.replicas import mean, queue_is_late
 
 TOLD: Final = 2
 """So many batches at most wait in a function's instance, and are told; more wait in the router's queue."""
 
 
 class BatchLine:
-    """Of one function. ``asked``: the number of its wish for a lease, which its first request has; ``lease``: of the
-    lease that it has, which serves ``running``.
+    """Of one instance. ``asked``: the number of its wish for a lease, which its first request has; ``lease``: of the
+    lease that it has, which serves ``running``. ``idle_s``: since when it has nothing to do.
     """
 
-    __slots__ = ("asked", "lease", "running", "spec", "waiting")
+    __slots__ = ("asked", "idle_s", "lease", "name", "running", "waiting")
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    def __init__(self, name: str, now_s: float) -> None:
+        self.name, self.idle_s = name, now_s
         self.waiting: list[int] = []  # in order of arrival
         self.running: list[int] = []
         self.asked: int | None = None
         self.lease: int | None = None
 
+    @property
+    def count(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def idle(self) -> bool:
+        return not self.count and self.asked is None and self.lease is None
+
+
+class BatchedFunction:
+    """One whose requests come in batches: the ``lines`` of its instances that serve, the first one's first, and a
+    ``queue`` of requests that no instance has room for. ``handed_s``: when each of the others came to its instance.
+    """
+
+    def __init__(self, number: int, names: Sequence[str], spec: ModelSpec, deadline_s: float, front: "BatchLines"):
+        self.number, self.names, self.spec, self._front = number, names, spec, front
+        self._deadline_s = deadline_s
+        self.lines = [BatchLine(names[0], 0.0)]
+        self.loading = 0
+        self.most = TOLD * spec.batch if len(names) > 1 else 1 << 60
+        self.queue: list[int] = []  # in order of arrival
+        self.handed_s: dict[int, float] = {}
+        self.run_s: float | None = None  # recent time of a request in its instance
+
+    def line(self, name: str) -> BatchLine:
+        return next(each for each in self.lines if each.name == name)
+
+    def waits(self, now_s: float) -> bool:
+        return bool(self.queue)
+
+    def called_for(self, now_s: float) -> bool:
+        if self.loading or any(line.lease is None for line in self.lines):
+            return False
+        return queue_is_late(len(self.queue), len(self.lines), self.spec.batch, self.run_s, self._deadline_s)
+
+    def starts(self) -> None:
+        pass
+
+    def serves(self, name: str) -> None:
+        self._front.serves(self, name)
+
+    def idle_since_s(self, name: str) -> float | None:
+        line = self.line(name)
+        return line.idle_s if line.idle else None
+
+    def ends(self, name: str) -> None:
+        self.lines.remove(self.line(name))
+
 
 class BatchLines:
-    """A front (front.py). ``asks`` is for requests of functions without batches; ``due_s`` says when a request is to be
-    answered.
+    """A front (front.py). ``names`` are those that each function's instances may have. ``asks`` is for requests of
+    functions without batches; ``due_s`` says when a request is to be answered.
     """
 
     after_s = 0.0
@@ -45,43 +98,66 @@ class BatchLines:
     def __init__(
         self,
         models: Sequence[ModelSpec],
-        names: Sequence[str],
+        names: Sequence[Sequence[str]],
+        deadlines_s: Sequence[float],
         agenda: Agenda,
         asks: Ask,
         tell: Callable[[ev.Event], None],
         due_s: Callable[[int], float],
+        extras: Extras | None,
     ) -> None:
-        self._lines = {number: BatchLine(spec) for number, spec in enumerate(models) if spec.batch}
-        self._names, self._agenda, self._asks, self._tell, self._due_s = names, agenda, asks, tell, due_s
+        self._functions = {
+            number: BatchedFunction(number, names[number], spec, deadlines_s[number], self)
+            for number, spec in enumerate(models)
+            if spec.batch
+        }
+        self._agenda, self._asks, self._tell, self._due_s, self._extras = agenda, asks, tell, due_s, extras
+        self._of: dict[int, BatchLine] = {}  # by wish for a lease, or its lease
 
     def begin(self, who: list[int], times_s: npt.NDArray[np.float64], functions: npt.NDArray[np.int64]) -> None:
         self._who = who
 
     def arrives(self, request: int) -> None:
-        line = self._lines.get(self._who[request])
-        if line is None:
+        function = self._functions.get(self._who[request])
+        if function is None:
             self._asks(request)
             return
-        insort(line.waiting, request)  # one that a GPU was lost with is where it was
-        if line.asked is None:
-            self._wants(line)
-        elif len(line.waiting) <= TOLD * line.spec.batch:
-            self._tell(ev.BatchChanged(line.asked, self._due([request])))
+        insort(function.queue, request)  # one that a GPU was lost with is where it was
+        self._feed(function)
+        if function.queue and self._extras is not None:
+            self._extras.crowded[function] = None
 
     def again(self, request: int) -> None:
         self.arrives(request)
 
     def due(self, kind: int, what: int, version: int) -> None:
-        self._wants(self._lines[what])
+        self._feed(self._functions[what])
 
-    def _wants(self, line: BatchLine) -> None:
-        """Its next batch, if it has none."""
-        if line.asked is None and line.lease is None and line.waiting:
-            line.asked = line.waiting[0]
-            requests = self._due(line.waiting[: TOLD * line.spec.batch])
-            wanted = ev.BatchWanted(requests, line.spec.batch, line.spec.batch_wait_s)
-            instance = self._names[self._who[line.asked]]
-            self._tell(ev.Asked(line.asked, instance, requests[0][1], 1, True, wanted))
+    def serves(self, function: BatchedFunction, name: str) -> None:
+        """One more instance does."""
+        function.lines.append(BatchLine(name, self._agenda.now_s))
+        self._feed(function)
+
+    def _feed(self, function: BatchedFunction) -> None:
+        """To instances; each that has no wish for a lease has one then, for all that it has."""
+        queue, told = function.queue, TOLD * function.spec.batch
+        while queue:
+            line = min(function.lines, key=_count) if len(function.lines) > 1 else function.lines[0]
+            if line.count >= function.most:
+                break
+            request = queue.pop(0)
+            insort(line.waiting, request)
+            if len(function.names) > 1:
+                function.handed_s[request] = self._agenda.now_s
+            if line.asked is not None and len(line.waiting) <= told:
+                self._tell(ev.BatchChanged(line.asked, self._due([request])))
+        for line in function.lines:
+            if line.asked is None and line.lease is None and line.waiting:
+                line.asked = line.waiting[0]
+                self._of[line.asked] = line
+                requests = self._due(line.waiting[:told])
+                wanted = ev.BatchWanted(requests, function.spec.batch, function.spec.batch_wait_s)
+                self._tell(ev.Asked(line.asked, line.name, requests[0][1], 1, True, wanted))
 
     def _due(self, requests: Iterable[int]) -> tuple[tuple[int, float], ...]:
         return tuple((each, self._due_s(each)) for each in requests)
@@ -90,29 +166,47 @@ class BatchLines:
 
     def granted(self, wish: int, count: int) -> None:
         """Its lease serves so many."""
-        line = self._lines[self._who[wish]]
+        line = self._of[wish]
         line.asked, line.lease = None, wish
         line.running, line.waiting = line.waiting[:count], line.waiting[count:]
 
-    def leave(self, lease: int) -> list[int]:
+    def leave(self, lease: int, lost: bool = False) -> list[int]:
         """Whom it has served, or was lost with; of functions without batches one."""
-        line = self._lines.get(self._who[lease])
-        if line is None:
+        function = self._functions.get(self._who[lease])
+        if function is None:
             return [lease]
+        line = self._of.pop(lease)
         found, line.running, line.lease = line.running, [], None
+        for request in found if function.handed_s else ():
+            took_s = self._agenda.now_s - function.handed_s.pop(request)
+            function.run_s = function.run_s if lost else mean(function.run_s, took_s)
+        self._idles(line)
         self._tell(ev.Answered(lease, True, len(found), len(found)))
         return found
 
     def over(self, request: int, refused: bool) -> None:
         """The next batch may ask, once what was decided with this is done."""
-        function = self._who[request]
-        line = self._lines.get(function)
-        if line is None:
+        number = self._who[request]
+        function = self._functions.get(number)
+        if function is None:
             return
         if refused:
+            line = self._of.pop(request)
             line.asked = None
-            del line.waiting[: line.spec.batch]
-        self._agenda.put(self._agenda.now_s, ASKS, function)
+            for each in line.waiting[: function.spec.batch]:
+                function.handed_s.pop(each, None)
+            del line.waiting[: function.spec.batch]
+            self._idles(line)
+        self._agenda.put(self._agenda.now_s, ASKS, number)
+
+    def _idles(self, line: BatchLine) -> None:
+        line.idle_s = self._agenda.now_s
+        if self._extras is not None:
+            self._extras.idles(line.name)
 
     def gpu_lost(self, functions: Sequence[int]) -> None:
         pass
+
+
+def _count(line: BatchLine) -> int:
+    return line.count

@@ -77,6 +77,7 @@ def read_model(
         model.instances,
         f"write how many of a function may run at once, 1 to {MAX_INSTANCES}",
     )
+    max_instances, load_s = _replicas(check, at, model)
     if model.llm is not None:
         shared_nbytes = int(_shared(check, at, model) * nbytes)
         adapter_nbytes, group = read_adapter(check, at, model, base)
@@ -89,6 +90,8 @@ def read_model(
             segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
             run_s=llm.alone_s,
             llm=llm,
+            max_instances=max_instances,
+            load_s=load_s,
             tenant=model.tenant,
         )
     if model.run == "":
@@ -124,6 +127,8 @@ def read_model(
         base_nbytes=int(shared * nbytes),
         segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
         instances=model.instances,
+        max_instances=max_instances,
+        load_s=load_s,
         batch=model.batch,
         batch_wait_s=seconds("batch_wait", model.batch_wait),
         per_request_s=_per_request_s(check, at, model, run_s),
@@ -140,6 +145,18 @@ def read_model(
     )
 
 
+def _replicas(check: Checks, at: str, model: ModelSection) -> tuple[int, float]:
+    """How many instances there may be at a time, and how long one that comes loads."""
+    most, key = model.max_instances, f"{at}.max_instances"
+    check.need(0 <= most <= MAX_INSTANCES, key, most, f"write 1 to {MAX_INSTANCES}, or 0 for one for each GPU")
+    comes = bool(model.batch) or model.llm is not None
+    check.need(most == 1 or comes, key, most, "write instances: these come and go only with batch or [models.llm]")
+    if model.load == "":
+        return most, 0.0
+    check.need(most != 1, f"{at}.load", repr(model.load), "write max_instances, which it is for, or leave it out")
+    return most, check.seconds(f"{at}.load", model.load)
+
+
 def _per_request_s(check: Checks, at: str, model: ModelSection, run_s: float) -> float:
     """Without ``per_request`` a batch takes as long as its requests one by one."""
     check.need(
@@ -149,8 +166,9 @@ def _per_request_s(check: Checks, at: str, model: ModelSection, run_s: float) ->
         for key, value in (("batch_wait", model.batch_wait), ("per_request", model.per_request)):
             check.need(value == "", f"{at}.{key}", repr(value), "write batch = 8, or leave it out")
         return 0.0
-    for key, written in (("host", model.host != ""), ("instances", model.instances > 1)):
-        check.need(not written, f"{at}.{key}", getattr(model, key), "leave it out: that is not simulated with batch")
+    check.need(model.host == "", f"{at}.host", model.host, "leave it out: that is not simulated with batch")
+    more = "leave it out, or write max_instances: with batch they come and go"
+    check.need(model.instances == 1, f"{at}.instances", model.instances, more)
     if model.per_request == "":
         return run_s
     per_request_s = check.seconds(f"{at}.per_request", model.per_request)

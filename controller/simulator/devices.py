@@ -22,8 +22,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     process of its own, how long one takes to start, and how long a wake allocates memory. ``instances`` of each
     function may run at once, each on a GPU of its own; they are there from the beginning. ``batch``: its requests come
     in batches of so many at most (0: one by one), which wait for more for ``batch_wait_s`` and take ``per_request_s``
-    for each after the first, for which ``run_s`` is. ``llm``: it is a language model; then ``run_s`` is a stream of
-    mean lengths, alone.
+    for each after the first, for which ``run_s`` is. With those, and with ``llm``, there may be ``max_instances`` (0:
+    one for each GPU), of which all but the first come and go, and take ``load_s`` until they serve. ``llm``: it is a
+    language model; then ``run_s`` is a stream of mean lengths, alone.
     """
 
     name: str
@@ -42,6 +43,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     cold_start_s: float = 0.0
     allocate_s: float = 0.0
     instances: int = 1
+    max_instances: int = 1
+    load_s: float = 0.0
     batch: int = 0
     batch_wait_s: float = 0.0
     per_request_s: float = 0.0

@@ -5,7 +5,7 @@ loop, and how requests and the core come together; what GPUs do is executors.py'
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heappop
-from typing import Any, Final
+from typing import Any, Final, ParamSpec
 
 import msgspec.structs
 import numpy as np
@@ -26,19 +26,24 @@ from dormouse.controller.simulator.agenda import (
     PRELOADED,
     RUNTIME,
     TICK,
+    TOKEN_DUE,
     Agenda,
 )
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.batches import BatchLines
 from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.executors import Executors
+from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
 from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
-from dormouse.controller.simulator.instances import SimulatedInstances
+from dormouse.controller.simulator.instances import SimulatedInstances, instance_names
 from dormouse.controller.simulator.streams.adapters import group_spec, runtime_groups
 from dormouse.controller.simulator.streams.serving import Serving, Streams
 from dormouse.core.batching import BatchRule
+from dormouse.core.replicas import most_instances
 from dormouse.schemas.policy import Policy
+
+P = ParamSpec("P")
 
 INFINITY = float("inf")
 
@@ -96,16 +101,27 @@ class Simulation:
             for number, (name, spec) in enumerate(zip(self._names, models, strict=True))
             if host.get(number, number) == number
         ]
+        several = {  # functions whose instances come and go, by the first one's name
+            family[0]: (instance_names(family[0], count), spec)
+            for family, spec in families
+            if (count := most_instances(spec.max_instances, gpus)) > 1
+        }
         specs = {instance: spec for family, spec in families for instance in family}
+        specs.update((name, spec) for names, spec in several.values() for name in names)
         known, make = known_models(families), partial(POOLS[pools], gpu_nbytes)
         self.gpus = [SimulatedGpu(number, make, known) for number in range(gpus)]
         self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed, quotas)
+        self._extras = Extras(self.executors, known, agenda, self._tell) if several else None
         self._serving: Serving | None = None
         if llms:
             rule = BatchRule.of(policy.batching, policy.batch_size, policy.batch_delay_ms)
-            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, rule)
+            models_of = {name: each for name, each in several.items() if each[1].llm is not None}
+            self._serving = Serving(
+                llms, self.executors.runtimes, agenda, self._tell, seed, rule, models_of, self._extras
+            )
             self.executors.granted = self._serving.granted
             self.executors.runtimes.rotation.happens = self._happens
+            self.executors.runtimes.rotates = not models_of  # any end of a stream may call for another instance
         self._front: Front | None = None
         if outside is not None:
             self._front = RouterQueue(outside, len(models), agenda, self._ask)
@@ -116,7 +132,10 @@ class Simulation:
         if any(spec.batch for spec in models):
             assert self._front is None, "another front"
             assert not baseline.drop_ms, "single requests are dropped, no batches"
-            self._front = self._lines = BatchLines(models, self._names, agenda, self._ask, self._tell, self._due_s)
+            names = [several[name][0] if name in several else [name] for name in self._names]
+            self._front = self._lines = BatchLines(
+                models, names, deadlines_s, agenda, self._ask, self._tell, self._due_s, self._extras
+            )
         self._after_s = 0.0 if self._front is None else self._front.after_s
         # of requests nothing is to be remembered
         self._plain = self._front is None and not self._instances.several and self._serving is None
@@ -218,7 +237,9 @@ class Simulation:
             self._serving.begin(arrivals, functions, warm)
             arrives = partial(self._arrives, arrives)
         agenda, heap = self._agenda, self._agenda.heap
-        copied, ended = self.executors.copied, self.executors.ended
+        copied, ended, happens = self.executors.copied, self.executors.ended, self._happens
+        if self._extras is not None:
+            arrives, ended, happens = self._looked(arrives), self._looked(ended), self._looked(happens)
         index, count = 0, len(arrivals)
         agenda.arrives_s = arrivals[0] if count else INFINITY
         while index < count or heap:
@@ -238,11 +259,23 @@ class Simulation:
                 if version == what.version:
                     copied(what)
             else:
-                self._happens(kind, what, version)
+                happens(kind, what, version)
         if self._serving is not None:
             streamed = self._serving.streams.output > 0
             self.latency_s[streamed] = self._serving.streams.first_s[streamed]
         return self.latency_s
+
+    def _looked(self, does: Callable[P, None]) -> Callable[P, None]:
+        """What may call for another instance."""
+        extras = self._extras
+        assert extras is not None
+
+        def looked(*args: P.args, **named: P.kwargs) -> None:
+            does(*args, **named)
+            if extras.crowded:
+                extras.look()
+
+        return looked
 
     def _arrives(self, others: Callable[[int], None], request: int) -> None:
         assert self._serving is not None
@@ -270,11 +303,22 @@ class Simulation:
             self._tell(what)
         elif kind == RUNTIME:
             self.executors.preloads.opened(*what)
+        elif kind >= TOKEN_DUE:
+            self._several(kind, what)
         elif kind >= COMPUTED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)
         elif self._front is not None:
             self._front.due(kind, what, version)
+
+    def _several(self, kind: int, what: Any) -> None:
+        """Of instances that come and go."""
+        if kind == TOKEN_DUE:
+            assert self._serving is not None
+            self._serving.token_due(what)
+        else:
+            assert self._extras is not None
+            self._extras.due(kind, what)
 
     # --- to and from the core
 
@@ -313,7 +357,7 @@ class Simulation:
             elif type(action) is ev.LoseLease:
                 if self._serving is not None and self._serving.lost(action.request):
                     continue
-                self._lost += (action.request,) if self._lines is None else self._lines.leave(action.request)
+                self._lost += (action.request,) if self._lines is None else self._lines.leave(action.request, True)
                 self._instances.free(action.request)
             elif type(action) is ev.RefuseAsk:
                 if self._serving is not None and self._serving.refused(action.request):

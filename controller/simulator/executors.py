@@ -103,6 +103,13 @@ class Executors:
             if resident := gpu.residency.changed():
                 self._tell(ev.Evicted(gpu.number, gpu.epoch, tuple(resident), gpu.stats))
 
+    def end_runtime(self, instance: str) -> None:
+        """Its process ends with it."""
+        for gpu in self.gpus:
+            if gpu.contexts.pop(instance, None) is not None:
+                gpu.told = tuple(gpu.contexts)
+                self._tell(ev.RuntimesOn(gpu.number, gpu.epoch, gpu.told))
+
     # --- a lease
 
     def wake(self, wake: ev.WakeOn) -> None:

@@ -1,7 +1,13 @@
 """Which instance of its function a simulated request takes, where a function may have several: one that has no request,
 the first ones first; else the first. Pure. It has the place of router/decisions/replicas.py and is simpler: all
-instances are there from the beginning, and a request does not change from one to another.
+instances are there from the beginning, and a request does not change from one to another. Those of functions with
+batches and of language models come and go (extras.py).
 """
+
+
+def instance_names(function: str, count: int) -> list[str]:
+    """The first has the function's name."""
+    return [function, *(f"{function}.{number}" for number in range(1, count))]
 
 
 class SimulatedInstances:
@@ -13,11 +19,11 @@ class SimulatedInstances:
         self._taken: dict[int, str] = {}  # by request
 
     def of(self, function: str, count: int) -> list[str]:
-        """Its instances, of which the first has the function's name."""
+        """Its instances."""
         if count == 1:
             return [function]
         if function not in self.several:
-            self.several[function] = [function, *(f"{function}.{number}" for number in range(1, count))]
+            self.several[function] = instance_names(function, count)
             self._open |= dict.fromkeys(self.several[function], 0)
         return self.several[function]
 

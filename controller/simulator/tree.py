@@ -17,7 +17,7 @@ MAX_FUNCTIONS: Final = 100_000
 MAX_SEED: Final = 1 << 63
 
 MAX_INSTANCES: Final = 64
-"""Of one function, each on a GPU of its own: a node has no more GPUs."""
+"""Of one function, each on a GPU of its own: a node has no more GPUs. `max_instances`, too."""
 
 MAX_BATCH: Final = 128
 """As `dormouse deploy --batch` allows."""
@@ -98,6 +98,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
     cold_start: Time = ""
     allocate: Time = ""
     instances: int = 1
+    max_instances: int = 1
+    load: Time = ""
     batch: int = 0
     batch_wait: Time = ""
     per_request: Time = ""

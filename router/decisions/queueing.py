@@ -7,6 +7,7 @@ It knows nothing of how instances come and go: that is lives.py, which builds on
 from bisect import bisect_left
 from typing import Final
 
+from dormouse.core.replicas import token_due_s
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions import timers as t
@@ -26,11 +27,6 @@ from dormouse.schemas import messages as m
 SILENT_S: Final = 2.0
 """An instance that was told to give a request up, or to leave, has this long: few operations of torch hold it longer.
 """
-
-
-LATE: Final = 0.5
-"""Of the time in which a request of a language model is to have its first token: one that has none by then is expected
-to be late."""
 
 
 def absent(p: RouterState, name: str) -> m.Failure:
@@ -166,12 +162,12 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
         batch_changed(p, instance, came=request)
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
         if (llm := function.spec.llm) is not None:
-            p.at(late_s(request, llm), t.FirstTokenDue(number))
+            p.at(due_s(request, llm), t.FirstTokenDue(number))
 
 
-def late_s(request: Request, llm: m.LlmSettings) -> float:
-    """From then on a request without a token is expected to miss its time to the first one."""
-    return request.arrived_s + LATE * llm.ttft_ms / 1000
+def due_s(request: Request, llm: m.LlmSettings) -> float:
+    """When it is to have its first token, or is expected to be late."""
+    return token_due_s(request.arrived_s, llm.ttft_ms / 1000)
 
 
 def share_out(p: RouterState, function: ServedFunction) -> None:

@@ -31,36 +31,28 @@ Nobody can see that a function has no state in Python. A change of its model is 
 on its instances would answer differently, so all but the first end, and no more are started until it is deployed anew.
 """
 
-from typing import Final
-
+from dormouse.core.replicas import BEGUN, mean, most_instances, queue_is_late, wait_for_others
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import lives, queueing
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
-SMOOTHING: Final = 0.2
-"""Weight of the newest request in the recent time of one: a burst shows after a handful."""
-
 
 def measured(p: RouterState, function: ServedFunction, run_s: float, tokens: m.TokenCounts | None) -> None:
     """A request was answered so long after its lease began; by a language model, with so many tokens."""
-    function.run_s = _mean(function.run_s, run_s)
+    function.run_s = mean(function.run_s, run_s)
     if tokens is not None and tokens.tpot_us > 0:
-        function.tpot_ms = _mean(function.tpot_ms, tokens.tpot_us / 1000)
+        function.tpot_ms = mean(function.tpot_ms, tokens.tpot_us / 1000)
         if function.spec.stateless:
             p.crowded[function.spec.name] = None
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + (new - old) * SMOOTHING
 
 
 def limit(p: RouterState, function: ServedFunction) -> int:
     """How many instances it may have now: never more than could run at once."""
     if not function.spec.stateless or function.writes:
         return 1
-    return max(1, min(function.spec.max_instances or p.gpus, p.gpus))
+    return most_instances(function.spec.max_instances, p.gpus)
 
 
 def add(p: RouterState) -> None:
@@ -83,11 +75,10 @@ def _called_for(p: RouterState, function: ServedFunction) -> bool:
     if function.spec.llm is not None:
         instances = [p.instances[name] for name in names]
         return _tokens_late(p, function) and all(each.begun_own == (each.own or 0) for each in instances)
-    if function.run_s is None:
+    at_once, deadline_s = max(function.spec.batch, function.spec.concurrency), function.spec.deadline_ms / 1000
+    if not queue_is_late(len(function.queue), len(names), at_once, function.run_s, deadline_s):
         return False
-    at_once = max(function.spec.batch, function.spec.concurrency)
-    answered_s = (len(function.queue) / len(names) / at_once + 1.0) * function.run_s
-    return answered_s * 1000 > function.spec.deadline_ms and all(_busy(p, p.instances[name]) for name in names)
+    return all(_busy(p, p.instances[name]) for name in names)
 
 
 def _busy(p: RouterState, instance: Instance) -> bool:
@@ -106,9 +97,7 @@ def _tokens_late(p: RouterState, function: ServedFunction) -> bool:
     for name in function.instances:
         tickets = p.instances[name].open
         waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
-        if len(waiting) > 1 and (
-            late or any(not each.begun and queueing.late_s(each, llm) <= p.now_s for each in waiting)
-        ):
+        if wait_for_others([BEGUN if each.begun else queueing.due_s(each, llm) for each in waiting], late, p.now_s):
             return True
     return False
 

@@ -5,11 +5,13 @@ again, and the simulator tells it the same as the node.
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 
 from dormouse.controller.recording import Recording
 from dormouse.controller.scheduling import events as ev
@@ -38,6 +40,9 @@ def handle_batch(weights, requests):
     return (numbers.to("cuda")[:, None] * weights).sum(1).tolist()
 """
 
+Served = list[tuple[int, int, int]]
+"""Of each batch which of its function's instances has it, counted as they came, its GPU, and how many are in it."""
+
 HOUR_S = 3600.0
 """A deadline that no batch is made smaller for."""
 
@@ -59,10 +64,21 @@ def decided(heard: list[tuple[ev.Event, list[ev.Action]]], instances: set[str]) 
     return found
 
 
+def events(path: Path) -> list[tuple[ev.Event, list[ev.Action]]]:
+    return [(entry.event, list(entry.actions)) for entry in Recording(str(path)).events()]
+
+
 def recorded(path: Path, function: str) -> Decided:
-    heard = [(entry.event, list(entry.actions)) for entry in Recording(str(path)).events()]
+    heard = events(path)
     known = {event.instance for event, _ in heard if isinstance(event, ev.InstanceKnown) and event.function == function}
     return decided(heard, known)
+
+
+def served(heard: list[tuple[ev.Event, list[ev.Action]]], function: str) -> Served:
+    known = (event for event, _ in heard if isinstance(event, ev.InstanceKnown) and event.function == function)
+    names = list(dict.fromkeys(event.instance for event in known))
+    woken = [each for _, actions in heard for each in actions if isinstance(each, ev.WakeOn) and each.requests]
+    return [(names.index(each.instance), each.lease.gpu, each.requests) for each in woken if each.instance in names]
 
 
 def ended(path: Path) -> bool:
@@ -75,8 +91,15 @@ def ended(path: Path) -> bool:
 def simulated(more: int) -> Decided:
     """One request runs for a second, in which the others come."""
     spec = ModelSpec(name="m", nbytes=1 << 20, run_s=1.0, batch=8, per_request_s=0.1)
-    simulation = Simulation(Policy(), Topology(host_bps=1e9), 1, 64 << 20, [spec], [HOUR_S], 0.98)
-    heard: list[tuple[ev.Event, list[ev.Action]]] = []
+    return decided(told(spec, 1, HOUR_S, np.linspace(0.0, 0.5, more + 1)), {"f0"})
+
+
+def told(
+    spec: ModelSpec, gpus: int, deadline_s: float, times_s: npt.NDArray[np.float64]
+) -> list[tuple[ev.Event, list[ev.Action]]]:
+    """What a simulation tells its core, and what that answers, but for what it knows before."""
+    simulation = Simulation(Policy(), Topology(host_bps=1e9), gpus, 64 << 20, [spec], [deadline_s], 0.98)
+    heard: list[tuple[ev.Event, list[ev.Action]]] = [(ev.InstanceKnown("f0", "f0"), [])]
     handle = simulation.core.handle
 
     def watched(event: ev.Event, now_s: float) -> list[ev.Action]:
@@ -85,12 +108,12 @@ def simulated(more: int) -> Decided:
         return actions
 
     with patch.object(simulation.core, "handle", watched):
-        simulation.run(np.linspace(0.0, 0.5, more + 1), np.zeros(more + 1, dtype=np.int64))
-    return decided(heard, {"f0"})
+        simulation.run(times_s, np.zeros(len(times_s), dtype=np.int64))
+    return heard
 
 
-def running(node: TestNode) -> int:
-    return int(node.status()["functions"]["batched"]["running"])
+def running(node: TestNode, name: str = "batched") -> int:
+    return int(node.status()["functions"][name]["running"])
 
 
 def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
@@ -114,11 +137,15 @@ def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
             lambda: sum(size for _, size in recorded(record, "patient")) == 64 and ended(record), 60, "all in the file"
         )
         assert recorded(record, "batched") == simulated(11) == [(1, 1), (11, 8), (3, 3)]
-        command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
-        env = {**os.environ, "PYTHONHASHSEED": "77"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-        assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"
+        expect_identical(record)
         expect_times_kept(node)
+
+
+def expect_identical(record: Path) -> None:
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"
 
 
 def batch_ms(node: TestNode) -> dict[str, dict[str, float]]:
@@ -135,3 +162,34 @@ def expect_times_kept(node: TestNode) -> None:
     node.start()
     node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
     assert batch_ms(node) == before
+
+
+def gated(node: TestNode, pool: ThreadPoolExecutor, gate: Path) -> Future[Any]:
+    """A request that runs until the gate is there."""
+    asked = pool.submit(node.result, "several", str(gate))
+    node.wait(lambda: f"at {gate}" in node.log_of("several"), 60, "it to run")
+    return asked
+
+
+def test_a_node_and_the_simulator_with_two_instances_of_a_function_decide_the_same() -> None:
+    """One runs, three are beside it in its instance, and one has no room there: an instance comes for it."""
+    with running_node(CONFIG.replace("count = 1", "count = 2")) as node, ThreadPoolExecutor(8) as pool:
+        settings: dict[str, Any] = {"batch": 2, "stateless": True, "max_instances": 2}
+        node.deployed("several", FUNCTION, deadline="1ms", timeout="100s", **settings)
+        first = gated(node, pool, node.shared / "measured")  # a request takes some time
+        (node.shared / "measured").touch()
+        assert first.result() == 0.0
+        second, others = gated(node, pool, node.shared / "gate"), []
+        for number in range(1, 4):
+            others.append(pool.submit(node.result, "several", number))
+            node.wait(lambda: running(node, "several") == len(others) + 1, 60, "it to come")
+        assert node.result("several", 4) == 16.0, "the other instance has it"
+        (node.shared / "gate").touch()
+        assert [second.result(), *(each.result() for each in others)] == [0.0, 4.0, 8.0, 12.0]
+        record = node.state / "events"
+        node.wait(lambda: len(served(events(record), "several")) == 5 and ended(record), 60, "all in the file")
+        spec = ModelSpec(name="m", nbytes=1 << 20, run_s=1.0, batch=2, per_request_s=0.1, max_instances=2, load_s=0.1)
+        simulated = told(spec, 2, 0.001, np.array([0.0, 5.0, 5.1, 5.2, 5.3, 5.4]))
+        wanted = [(0, 0, 1), (0, 0, 1), (1, 1, 1), (0, 0, 2), (0, 0, 1)]
+        assert served(events(record), "several") == served(simulated, "f0") == wanted
+        expect_identical(record)

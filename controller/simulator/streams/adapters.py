@@ -82,7 +82,10 @@ def runtime_groups(models: Sequence[ModelSpec]) -> dict[int, list[int]]:
 
 
 def group_spec(models: Sequence[ModelSpec], members: Sequence[int]) -> ModelSpec:
-    """What their one instance has on a GPU: the base, and the adapters of all."""
+    """What their one instance has on a GPU: the base, and the adapters of all. It has as many instances as any."""
     first = models[members[0]]
     adapters = sum(llm.adapter_nbytes for number in members if (llm := models[number].llm) is not None)
-    return replace(first, nbytes=first.base_nbytes + adapters)
+    each = [models[number] for number in members]
+    most = max((spec.max_instances for spec in each), key=lambda most: most or float("inf"))
+    load_s = max(spec.load_s for spec in each)
+    return replace(first, nbytes=first.base_nbytes + adapters, max_instances=most, load_s=load_s)

@@ -99,6 +99,14 @@ class StreamBatch:
         self.waiting.remove(first)
         return first
 
+    def drop(self, stream: Stream) -> None:
+        """It goes on elsewhere, and has no token yet."""
+        assert stream.state in (WAITING, PREFILL), "it decodes"
+        if stream.state == PREFILL:
+            self._preempt(stream)
+            self._admits -= 1
+        self.waiting.remove(stream)
+
     def _next(self, now_s: float) -> Stream:
         first = self.waiting.next(now_s, self._run)
         assert first is not None

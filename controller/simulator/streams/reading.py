@@ -31,7 +31,7 @@ FOREIGN: Final = {
     "native_run": ("", "processes with language models are not simulated"),
     "cold_start": ("", "processes with language models are not simulated"),
     "allocate": ("", "memory of language models is not allocated for each wake"),
-    "instances": (1, "a language model has one"),
+    "instances": (1, "those of a language model come and go: write max_instances"),
     "batch": (0, "its streams are in one batch anyway"),
     "batch_wait": ("", "write policy.batching, with which streams wait for others"),
     "per_request": ("", "the steps say how long a request takes"),

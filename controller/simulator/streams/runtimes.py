@@ -99,6 +99,12 @@ class RuntimeLeases:
         latest = latest_s(stream.first_s, stream.left, runtime.times) if by_margin else IN_TURN
         runtime.batch.add(stream, latest)
 
+    def take(self, lease: SimulatedLease, stream: Stream) -> None:
+        """It goes on elsewhere, from the next step on; others are left."""
+        runtime_of(lease).batch.drop(stream)
+        if lease.seat is not None:
+            self._cut(lease)
+
     def _want(self, lease: SimulatedLease) -> None:
         runtime = runtime_of(lease)
         if not runtime.wants and not runtime.batch.idle:
@@ -296,9 +302,10 @@ class RuntimeLeases:
             if seat_of(lease).paused_s is None:
                 self._tells.idle(lease)
         elif version == runtime.lives and runtime.batch.idle:
-            self._close(lease)
+            self.close(lease)
 
-    def _close(self, lease: SimulatedLease) -> None:
+    def close(self, lease: SimulatedLease) -> None:
+        """One with nothing to do."""
         lease.closed = True
         self.closes(lease)
         if seat_of(lease).paused_s is None:

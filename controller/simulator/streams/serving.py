@@ -4,20 +4,23 @@ first of them (client_shim/llm/serving.py). What becomes of streams is written d
 When a GPU is lost, its streams go on with the next lease, from where they were; those that lose a second one fail.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from dormouse.controller.scheduling import events as ev
-from dormouse.controller.simulator.agenda import OPENS, Agenda
+from dormouse.controller.simulator.agenda import OPENS, TOKEN_DUE, Agenda
+from dormouse.controller.simulator.devices import ModelSpec
+from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
+from dormouse.controller.simulator.streams.replicas import SimulatedInstance, StreamReplicas
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.core.batching import BatchRule, GatheringBatch
+from dormouse.core.replicas import BEGUN, token_due_s
 
 
 class Streams:
@@ -43,22 +46,6 @@ class Streams:
             getattr(self, name)[which] = getattr(some, name)
 
 
-class SimulatedInstance:
-    """``open`` requests by number; ``queue`` are beyond the ``most`` that it has at once. ``asked``: for a lease, or it
-    has one. It stands for all instances of a group that has one runtime.
-    """
-
-    __slots__ = ("asked", "lease", "most", "name", "open", "queue", "spec")
-
-    def __init__(self, name: str, spec: LlmSpec) -> None:
-        self.name, self.spec = name, spec
-        self.most = 0
-        self.open: dict[int, Stream] = {}
-        self.queue: deque[int] = deque()
-        self.asked = False
-        self.lease: SimulatedLease | None = None
-
-
 def chosen(family: Sequence[SimulatedInstance], count: int) -> SimulatedInstance:
     """Of a function's instances, where so many requests go together: to one that is there and idle; to one whose batch
     has not begun and has room; to one that is to start for them; else to that with fewest requests.
@@ -74,7 +61,9 @@ def chosen(family: Sequence[SimulatedInstance], count: int) -> SimulatedInstance
 
 
 class Serving:
-    """The instances of one node. ``models`` are by number of function; with ``batching``, requests wait for others."""
+    """The instances of one node. ``models`` are by number of function; with ``batching``, requests wait for others.
+    ``several``: of those that may have more instances than the first, by its name.
+    """
 
     def __init__(
         self,
@@ -84,6 +73,8 @@ class Serving:
         tell: Callable[[ev.Event], None],
         seed: int,
         batching: BatchRule | None = None,
+        several: Mapping[str, tuple[Sequence[str], ModelSpec]] | None = None,
+        extras: Extras | None = None,
     ) -> None:
         self._batches: dict[int, GatheringBatch[int]] = {}  # by function
         if batching is not None:
@@ -99,6 +90,13 @@ class Serving:
             if spec.family:
                 self._families.setdefault(spec.family, []).append(instance)
         self._leases, self._agenda, self._tell, self._seed = leases, agenda, tell, seed
+        self._extras = extras
+        for name, (names, each) in (several or {}).items():
+            first = self._by_name[name]
+            tpot_s = {number: spec.tpot_s for number, spec in self._specs.items() if self._instances[number] is first}
+            first.replicas = StreamReplicas(names, each, first, tpot_s, self._due_s, self)
+        if extras is not None:
+            extras.resting = self._resting
         self._asks: dict[int, SimulatedInstance] = {}  # by the number of its request for a lease
         self._of: dict[int, SimulatedInstance] = {}  # by open request
         leases.advanced, leases.failed, leases.closes = self._advanced, self._failed, self._closes
@@ -146,19 +144,30 @@ class Serving:
         """Of one function, at the same time."""
         if not requests:
             return
-        instance, streams = self._instances[self._who[requests[0]]], list[Stream]()
-        if family := self._families.get(instance.spec.family):
+        instance = self._instances[self._who[requests[0]]]
+        if instance.replicas is not None:
+            instance = instance.replicas.fewest
+        elif family := self._families.get(instance.spec.family):
             instance = chosen(family, len(requests))
-        for request in requests:
-            if len(instance.open) >= instance.most:
-                instance.queue.append(request)
-                continue
-            who = self._who[request]
-            first_s = self._arrived[request] + self._specs[who].ttft_s
-            stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s, who)
-            instance.open[request] = stream
-            self._of[request] = instance
-            streams.append(stream)
+        self._begin(instance, [each for request in requests if (each := self._put(instance, request)) is not None])
+
+    def _put(self, instance: SimulatedInstance, request: int) -> Stream | None:
+        """None: it waits until one that is open is over."""
+        if len(instance.open) >= instance.most:
+            instance.queue.append(request)
+            return None
+        who = self._who[request]
+        first_s = self._arrived[request] + self._specs[who].ttft_s
+        stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s, who)
+        instance.open[request] = stream
+        self._of[request] = instance
+        if instance.replicas is not None and (due_s := self._due_s(request)) < BEGUN:
+            self._crowd(instance.replicas)
+            self._agenda.put(max(self._agenda.now_s, due_s), TOKEN_DUE, request)
+        return stream
+
+    def _begin(self, instance: SimulatedInstance, streams: Sequence[Stream]) -> None:
+        """They have come there together."""
         if not streams:
             return
         if instance.lease is not None:
@@ -170,6 +179,8 @@ class Serving:
         """It is answered, or has failed."""
         instance = self._of.pop(request)
         del instance.open[request]
+        if instance.replicas is not None and not instance.open:
+            self._idles(instance)
         if instance.queue:
             self._opens(instance.queue.popleft())
 
@@ -178,15 +189,72 @@ class Serving:
         for stream in made.first:
             request = stream.number
             streams.first_s[request] = now_s - self._arrived[request] + self._specs[self._who[request]].after_s
+            self._of[request].begun = True
         for stream in made.over:
             request = stream.number
             streams.over_s[request] = now_s - self._arrived[request] + self._specs[self._who[request]].after_s
             streams.preempted[request] = stream.preempted
+            if (replicas := self._of[request].replicas) is not None and streams.output[request] > 1:
+                whole_s = float(streams.over_s[request] - streams.first_s[request])
+                replicas.answered(stream.owner, whole_s / (int(streams.output[request]) - 1))
+                self._crowd(replicas)
             self._left(request)
 
     def _failed(self, stream: Stream) -> None:
         self.streams.preempted[stream.number] = stream.preempted
         self._left(stream.number)
+
+    # --- several instances of one model
+
+    def _due_s(self, request: int) -> float:
+        """When it is to have its first token, or is expected to be late."""
+        if self.streams.first_s[request] >= 0.0:
+            return BEGUN
+        return token_due_s(self._arrived[request], self._specs[self._who[request]].ttft_s)
+
+    def _crowd(self, replicas: StreamReplicas) -> None:
+        if self._extras is not None:
+            self._extras.crowded[replicas] = None
+
+    def token_due(self, request: int) -> None:
+        instance = self._of.get(request)
+        if instance is not None and instance.replicas is not None:
+            self._crowd(instance.replicas)
+
+    def _idles(self, instance: SimulatedInstance) -> None:
+        instance.idle_s = self._agenda.now_s
+        if self._extras is not None:
+            self._extras.idles(instance.name)
+
+    def _resting(self) -> list[str]:
+        return [each.name for each in self._by_name.values() if each.lease is not None and not each.open]
+
+    def added(self, instance: SimulatedInstance) -> None:
+        """It gets its share of the requests that have no token yet."""
+        replicas = instance.replicas
+        assert replicas is not None
+        self._by_name[instance.name] = instance
+        instance.idle_s = self._agenda.now_s
+        moved = replicas.excess()
+        for other, request in moved:
+            left = other.open.pop(request)
+            del self._of[request]
+            if other.lease is not None:
+                self._leases.take(other.lease, left)
+        queue = instance.queue
+        for request in sorted((each for _, each in moved), reverse=True):
+            queue.appendleft(request)
+        came: dict[str, list[Stream]] = {}
+        while queue and len((fewest := replicas.fewest).open) < fewest.most:
+            if (stream := self._put(fewest, queue.popleft())) is not None:
+                came.setdefault(fewest.name, []).append(stream)
+        for name, streams in came.items():
+            self._begin(self._by_name[name], streams)
+
+    def removed(self, instance: SimulatedInstance) -> None:
+        if instance.lease is not None:
+            self._leases.close(instance.lease)
+        del self._by_name[instance.name]
 
     # --- leases
 
@@ -212,7 +280,9 @@ class Serving:
     def _closes(self, lease: SimulatedLease) -> None:
         """It has had nothing to do for a while."""
         instance = self._by_name[lease.wake.instance]
-        instance.lease, instance.asked = None, False
+        instance.lease, instance.asked, instance.begun = None, False, False
+        if instance.replicas is not None and self._extras is not None:
+            self._extras.idles(instance.name)
 
     def refused(self, number: int) -> bool:
         """No GPU can ever have its model: its requests fail. False: that was no request of an instance here."""
@@ -240,7 +310,7 @@ class Serving:
         lost, self.over = self.over, []
         for number in lost:
             instance = self._asks.pop(number)
-            instance.lease, instance.asked = None, False
+            instance.lease, instance.asked, instance.begun = None, False, False
             for request, stream in list(instance.open.items()):
                 stream.resumed += 1
                 if stream.resumed > 1:

@@ -1,0 +1,45 @@
+"""When a function has one more instance, and when a language model's tokens call for one: the rules, pure. Routers
+decide by them (router/decisions/replicas.py says why they are so), and so do simulated ones
+(controller/simulator/extras.py).
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+SMOOTHING: Final = 0.2
+"""Weight of the newest request in the recent time of one: a burst shows after a handful."""
+
+LATE: Final = 0.5
+"""Of the time in which a request of a language model is to have its first token: one that has none by then is expected
+to be late."""
+
+BEGUN: Final = float("inf")
+"""When a request that has its first token is to have it."""
+
+
+def mean(old: float | None, new: float) -> float:
+    return new if old is None else old + (new - old) * SMOOTHING
+
+
+def most_instances(wanted: int, gpus: int) -> int:
+    """Never more than could run at once. ``wanted``: as deployed; 0: as many as there are GPUs."""
+    return max(1, min(wanted or gpus, gpus))
+
+
+def token_due_s(arrived_s: float, ttft_s: float) -> float:
+    """From then on a request without a token is expected to miss its time to the first one."""
+    return arrived_s + LATE * ttft_s
+
+
+def wait_for_others(due_s: Collection[float], slow: bool, now_s: float) -> bool:
+    """Whether the requests of an instance wait for one another for too long: some for their first tokens, which are
+    due then, or all for further ones, which are ``slow``.
+    """
+    return len(due_s) > 1 and (slow or min(due_s) <= now_s)
+
+
+def queue_is_late(queued: int, instances: int, at_once: int, run_s: float | None, deadline_s: float) -> bool:
+    """Whether the last request of a function's queue is expected to be late, where each instance has so many
+    ``at_once``; nobody knows before one was answered.
+    """
+    return run_s is not None and (queued / instances / max(1, at_once) + 1.0) * run_s > deadline_s
