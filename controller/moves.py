@@ -8,11 +8,9 @@ nobody else has or uses, then, if it is to leave host memory too, the store does
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from dormouse.schemas.messages import Failure
-
-Tier = Literal["gpu", "host", "disk"]
 
 BRING_S: Final = 50.0
 """Stock clients give up after 60 s."""

@@ -29,10 +29,6 @@ class KvLayout:
     def block_nbytes(self) -> int:
         return self.layers * self.layer_numel * self.dtype.itemsize
 
-    @property
-    def token_nbytes(self) -> int:
-        return self.block_nbytes // self.block_tokens
-
 
 @dataclass(frozen=True)
 class StepPart:

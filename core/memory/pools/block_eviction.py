@@ -30,7 +30,6 @@ class Clearing:
         placed: Sequence[Block],
     ) -> None:
         self._blocks = blocks
-        self._prices = prices
         self._inside: list[dict[int, float]] = [{} for _ in range(count)]  # share of the price by block, by partition
         self._fixed = [False] * count
         for number, block in blocks.items():
