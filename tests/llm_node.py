@@ -1,13 +1,14 @@
 """A real node with language models, for tests: deployed from tiny folders, asked through the `openai` client."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import openai
+import pytest
 import torch
-from language_models import tokenizer
+from language_models import make_folder, tokenizer
 from transformers import PreTrainedModel
 
 from dormouse.core.folder import FunctionFolder
@@ -35,8 +36,23 @@ def connected(node: TestNode) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0)
 
 
+@pytest.fixture
+def client(node: TestNode) -> Iterator[openai.OpenAI]:
+    with connected(node) as found:
+        yield found
+
+
 def deploy(node: TestNode, name: str, folder: Path, **settings: Any) -> None:
     node.admin.deploy(name, FunctionFolder(folder, "config.json", False), {"llm": True, "dtype": "float32", **settings})
+
+
+@pytest.fixture(scope="module")
+def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """Of the function "chat", which is deployed."""
+    folder = tmp_path_factory.mktemp("llama")
+    found = make_folder(folder)
+    deploy(node, "chat", folder)
+    return found
 
 
 def prompt_tokens(messages: Any = MESSAGES) -> list[int]:

@@ -9,12 +9,26 @@ import openai
 import pytest
 from adapter_folders import base_model, save_adapter
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
+from llm_node import (
+    CONFIG,
+    ask,
+    client,
+    deploy,
+    expected,
+    granules,
+    rest,
+    runtimes,
+    same_texts,
+    streaming,
+    talk,
+)
 
 from dormouse.core import modelfolder
 from dormouse.core.folder import NoFunction
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client"]
 
 PLAIN = "def load(): ...\ndef handle(model, request): ...\n"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -43,12 +57,6 @@ def models(folders: Path) -> dict[str, Any]:
     for name, config in configs.items():
         found[name] = save_adapter(folders / name, base_model(), **config)
     return found
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def adapt(node: TestNode, name: str, folder: Path, base: str = "chat", **settings: Any) -> dict[str, Any]:

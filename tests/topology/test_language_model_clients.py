@@ -17,11 +17,13 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder, tokenizer
-from llm_node import CONFIG, GREEDY, ask, deploy, generated, prompt_tokens, sandboxed
+from llm_node import CONFIG, GREEDY, ask, deploy, generated, model, prompt_tokens, sandboxed
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["model"]
 
 BRIEF: Final = "[limits]\nbody_ms = 3000\nheader_ms = 3000\n"
 WORD: Final = "dormouse" * 500
@@ -50,14 +52,6 @@ def wordy_folder(folder: Path) -> PreTrainedModel:
 def node() -> Iterator[TestNode]:
     with running_node(CONFIG + BRIEF) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("llama")
-    found = make_folder(folder)
-    deploy(node, "chat", folder)
-    return found
 
 
 def url(node: TestNode) -> str:

@@ -15,10 +15,25 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder
-from llm_node import CONFIG, ORDINARY, ask, connected, deploy, expected, only_runtime, rest, runtimes, streaming
+from llm_node import (
+    CONFIG,
+    ORDINARY,
+    ask,
+    client,
+    connected,
+    deploy,
+    expected,
+    model,
+    only_runtime,
+    rest,
+    runtimes,
+    streaming,
+)
 from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client", "model"]
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -31,20 +46,6 @@ def node() -> Iterator[TestNode]:
     with running_node(CONFIG + "[limits]\nyield_ms = 1500\n") as running:
         running.deployed("ordinary", ORDINARY)
         yield running
-
-
-@pytest.fixture(scope="module")
-def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("llama")
-    found = make_folder(folder)
-    deploy(node, "chat", folder)
-    return found
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def gpu(node: TestNode) -> dict[str, Any]:

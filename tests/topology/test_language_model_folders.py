@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from gguf_files import write_gguf
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, generated, prompt_tokens, rest, streaming
+from llm_node import CONFIG, ask, client, connected, generated, prompt_tokens, rest, streaming
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -22,17 +22,13 @@ from dormouse.core.node import cli
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
+__all__ = ["client"]
+
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
     with running_node(CONFIG) as running:
         yield running
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def deploy(node: TestNode, name: str, model: Path | str, **settings: Any) -> dict[str, Any]:

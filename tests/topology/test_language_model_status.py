@@ -14,11 +14,13 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder
-from llm_node import CONFIG, GREEDY, MESSAGES, connected, deploy, generated, prompt_tokens, runtimes
+from llm_node import CONFIG, GREEDY, MESSAGES, client, connected, deploy, generated, model, prompt_tokens, runtimes
 from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.output import harmless
+
+__all__ = ["client", "model"]
 
 STAYS: Final = CONFIG.replace("seat_idle_ms = 2000", "seat_idle_ms = 600000")
 """A runtime stays until the end: on a busy machine it could be gone before somebody looks at it."""
@@ -28,20 +30,6 @@ STAYS: Final = CONFIG.replace("seat_idle_ms = 2000", "seat_idle_ms = 600000")
 def node() -> Iterator[TestNode]:
     with running_node(STAYS) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("llama")
-    found = make_folder(folder)
-    deploy(node, "chat", folder)
-    return found
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def say(number: int) -> Any:

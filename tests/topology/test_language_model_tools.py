@@ -13,10 +13,12 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import TEMPLATE, make_folder, tokenizer
-from llm_node import CONFIG, MESSAGES, connected, deploy, expected, only_runtime, runtimes, streaming
+from llm_node import CONFIG, MESSAGES, client, deploy, expected, only_runtime, runtimes, streaming
 from llm_node import rest as rest_of
 
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client"]
 
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -55,12 +57,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
             make_folder(folder, template=template)
             deploy(running, name, folder)
         yield running
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def check(text: str | None) -> Any:

@@ -21,9 +21,11 @@ from llm_node import (
     MESSAGES,
     ORDINARY,
     ask,
+    client,
     connected,
     deploy,
     generated,
+    model,
     only_runtime,
     prompt_tokens,
     rest,
@@ -38,26 +40,14 @@ from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.lease.reclaim import REST_S
 
+__all__ = ["client", "model"]
+
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
     with running_node(CONFIG) as running:
         running.deployed("ordinary", ORDINARY)
         yield running
-
-
-@pytest.fixture(scope="module")
-def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    folder = tmp_path_factory.mktemp("llama")
-    found = make_folder(folder)
-    deploy(node, "chat", folder)
-    return found
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def test_models_are_listed_functions_are_not(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:

@@ -11,10 +11,12 @@ import openai
 import pytest
 from adapter_folders import base_model, save_adapter
 from language_models import make_folder
-from llm_node import ask, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
+from llm_node import ask, client, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
 
 from dormouse.core import modelfolder
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client"]
 
 MANY: Final = 9
 ALL: Final = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -38,12 +40,6 @@ def models(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         found[name] = save_adapter(folder / name, base_model(), r=256 - number, target_modules=ALL, lora_alpha=64)
         node.admin.deploy(name, modelfolder.find_adapter(str(folder / name)), {"base": "chat"})
     return found
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def test_more_adapters_than_the_gpu_holds(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 import openai
 import pytest
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, deploy, expected, rest, runtimes, sandboxed, streaming, talk
+from llm_node import CONFIG, ask, client, connected, deploy, expected, rest, runtimes, sandboxed, streaming, talk
 from transformers import PreTrainedModel
 
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+
+__all__ = ["client"]
 
 ASKED = [(name, f"{name} {n}") for name in ("one", "two") for n in range(2)]
 TENANTS = 'tenants = "many"'
@@ -33,12 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
     return make_folder(folder)
-
-
-@pytest.fixture
-def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with connected(node) as found:
-        yield found
 
 
 def pids(node: TestNode, *names: str) -> list[set[int]]:
