@@ -3,11 +3,12 @@
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 import torch
 from language_models import reference, spec_of
 
@@ -142,6 +143,11 @@ class Played:
         assert isinstance(self.last, kind)
         return self.last
 
+    def compute(self, *ends: tuple[int, int]) -> None:
+        """Until these sequences, by lease and number, have ended."""
+        while not all(each in self.finishes for each in ends):
+            self.until(m.Tokens)
+
     def until(self, kind: type[Any], in_step: Sequence[m.ExecutorToRuntime] = ()) -> list[str]:
         """Kinds of what it says, up to this one; its wish for KV is granted once, after it was told ``in_step``."""
         said: list[str] = []
@@ -187,3 +193,10 @@ class Played:
         if self.thread.ident is not None:
             self.thread.join(60)
         self.theirs.close()
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    made = Played()
+    yield made
+    made.close()

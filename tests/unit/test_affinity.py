@@ -125,8 +125,8 @@ def test_a_warm_runtime_is_worth_no_more_than_its_start() -> None:
     assert gpu_of(node.ask("a")) == 0
 
 
-def test_where_others_compute_for_long_it_does_not_stay() -> None:
-    """Each has 200 s of work in a lease, all of it: beside the other it would take twice as long."""
+def both_compute_for_long() -> Node:
+    """Each has 200 s of work in a lease, all of it; GPU 0 has the models of both."""
     node = Node(2, "a", "b")
     for name in ("a", "b"):
         node.ask(name)
@@ -134,6 +134,12 @@ def test_where_others_compute_for_long_it_does_not_stay() -> None:
         node.rests(name)
         node.over(name, gpu_s=200.0, nbytes=0)
     node.there(0, "a", "b")
+    return node
+
+
+def test_where_others_compute_for_long_it_does_not_stay() -> None:
+    """Beside the other it would take twice as long."""
+    node = both_compute_for_long()
     assert gpu_of(node.ask("a")) == 0
     node.rests("a")
     assert gpu_of(node.ask("b")) == 1
@@ -141,13 +147,7 @@ def test_where_others_compute_for_long_it_does_not_stay() -> None:
 
 def test_nobodys_base_goes_for_it_as_long_as_there_is_another_place() -> None:
     """The base is on GPU 0, where another computes for long; GPU 1 is idle, and full."""
-    node = Node(2, "a", "b")
-    for name in ("a", "b"):
-        node.ask(name)
-        node.now_s += 200.0
-        node.rests(name)
-        node.over(name, gpu_s=200.0, nbytes=0)
-    node.there(0, "a", "b")
+    node = both_compute_for_long()
     node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
     assert gpu_of(node.ask("a")) == 0
     node.rests("a")

@@ -1,6 +1,6 @@
 """Members of a runtime with adapters: the base is shared, and each is computed with its own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +10,17 @@ from adapted_models import adapted, adapter
 from adapter_folders import base_model, read_folder, save_adapter
 from language_models import prompts, wrong_tokens
 from msgspec import structs
-from played_runtime import KV_AT, MIB, Played, Said, tensors_of
+from played_runtime import KV_AT, MIB, Played, Said, played, tensors_of
 
 from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DOWN, UP, AdapterModule, AdapterSpec
 
+__all__ = ["played"]
+
 NEW = 20
 (PROMPT,) = prompts(1, 40)
-
-
-@pytest.fixture
-def played() -> Iterator[Played]:
-    made = Played()
-    yield made
-    made.close()
-
-
-def compute(played: Played, *ends: tuple[int, int]) -> None:
-    while not all(each in played.finishes for each in ends):
-        played.until(m.Tokens)
 
 
 def check(played: Played, serial: int, added: Mapping[str, LowRank], number: int = 1) -> None:
@@ -48,7 +38,7 @@ def test_the_same_prompt_is_answered_by_base_and_two_adapters(played: Played) ->
         played.submit(1, PROMPT, serial, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, *((serial, 1) for serial in added))
+    played.compute(*((serial, 1) for serial in added))
     for serial, adds in added.items():
         check(played, serial, adds)
     assert len({tuple(made) for made in played.made.values()}) == 3
@@ -61,10 +51,10 @@ def test_an_adapter_that_is_on_its_way_holds_up_its_own_sequences_only(played: P
         played.submit(1, PROMPT, serial, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     assert (2, 1) not in played.made
     played.executor.send(m.SegmentsCame(segments=[2]))
-    compute(played, (2, 1))
+    played.compute((2, 1))
     check(played, 1, {})
     check(played, 2, added)
 
@@ -80,7 +70,7 @@ def test_an_adapter_that_comes_in_the_middle_of_a_step_is_bound_after_it(played:
     played.thread.start()
     for segment in (2, 1):
         played.executor.send(m.SegmentsCame(segments=[segment]))
-    compute(played, (1, 1), (2, 1))
+    played.compute((1, 1), (2, 1))
     check(played, 1, {})
     check(played, 2, added)
 
@@ -99,11 +89,11 @@ def test_a_seat_that_ends_takes_the_adapter_with_it_and_the_next_brings_it(playe
     played.seat(1)
     played.executor.send(m.TurnBegins())
     played.submit(2, PROMPT, 1, NEW)
-    compute(played, (1, 2))
+    played.compute((1, 2))
     assert len(played.made[2, 1]) < NEW, "its adapter is not here"
     played.give_adapter(tensors_of(added), 26 * MIB)
     played.seat(2, adapter_at=26 * MIB)
-    compute(played, (2, 1))
+    played.compute((2, 1))
     check(played, 2, added)
 
 
@@ -115,7 +105,7 @@ def test_one_that_leaves_makes_room_for_the_next_adapter(played: Played) -> None
     played.submit(1, PROMPT, 3, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (3, 1))
+    played.compute((3, 1))
     check(played, 3, second)
 
 
@@ -138,12 +128,12 @@ def test_one_leaves_while_memory_is_asked_for(played: Played, stays: bool) -> No
     assert heard(played, m.MemberLeft).serial == 2
     extents = [(-1 - n, KV_AT + n * wanted.nbytes) for n in range(wanted.extents)]
     played.executor.send(m.KvGiven(extents=extents))
-    compute(played, (1, 1))
+    played.compute((1, 1))
     assert (2, 1) not in played.made
     if stays:
         played.give_adapter(tensors_of(added), 26 * MIB)
         played.seat(2, adapter_at=26 * MIB)
-        compute(played, (2, 1))
+        played.compute((2, 1))
         check(played, 2, added)
 
 
@@ -158,7 +148,7 @@ def test_one_that_only_loses_its_seat_is_in_no_step_when_that_is_said(played: Pl
     assert heard(played, m.MemberLeft).serial == 2
     played.give_adapter(tensors_of(added), 26 * MIB)
     played.seat(2, adapter_at=26 * MIB)
-    compute(played, (2, 1))
+    played.compute((2, 1))
     check(played, 2, added)
 
 
@@ -189,7 +179,7 @@ def test_a_folder_with_all_that_adapters_can_have(played: Played, tmp_path: Path
         played.submit(1, PROMPT, serial, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1), (2, 1))
+    played.compute((1, 1), (2, 1))
     check(played, 1, {})
     made = played.made[2, 1]
     assert wrong_tokens(judge, PROMPT + made, len(PROMPT)) == []
@@ -228,7 +218,7 @@ def test_shapes_of_a_stranger_end_nobody_elses_answers(played: Played, down: lis
     played.submit(1, PROMPT, 1, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     check(played, 1, {})
     assert text in played.refused[2]
 
@@ -247,7 +237,7 @@ def test_what_cannot_be_computed_is_refused_to_who_brings_it(played: Played, sai
     played.submit(1, PROMPT, 1, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     check(played, 1, {})
     assert text in played.refused[2]
 
@@ -258,7 +248,7 @@ def test_a_part_of_no_adapter_is_refused_to_who_brings_it(played: Played) -> Non
     played.submit(1, PROMPT, 1, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     assert "a part of no adapter" in played.refused[2]
 
 
@@ -271,5 +261,5 @@ def test_an_adapter_whose_lease_ended_before_it_came_is_there_for_the_next(playe
     played.submit(1, PROMPT, 3, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (3, 1))
+    played.compute((3, 1))
     check(played, 3, added)

@@ -1,23 +1,15 @@
 """Whose prompt joins a runtime's batch next, by what is wanted of each lease; the executor is the test."""
 
-from collections.abc import Iterator
-
-import pytest
 from language_models import prompts
-from played_runtime import NEW, Played
+from played_runtime import NEW, Played, played
 
 from dormouse.schemas import messages as m
+
+__all__ = ["played"]
 
 HOUR_US = 3_600_000_000
 LONG = 250
 """Tokens of a prompt: a step takes 256."""
-
-
-@pytest.fixture
-def played() -> Iterator[Played]:
-    made = Played()
-    yield made
-    made.close()
 
 
 def firsts(played: Played, count: int) -> list[int]:

@@ -1,28 +1,14 @@
 """Several instances at one runtime: each has its own sequences, and reaches none of the others'."""
 
-from collections.abc import Iterator
-
 import msgspec
-import pytest
 from language_models import prompts, wrong_tokens
-from played_runtime import Played
+from played_runtime import Played, played
 
 from dormouse.schemas import messages as m
 
+__all__ = ["played"]
+
 NEW = 20
-
-
-@pytest.fixture
-def played() -> Iterator[Played]:
-    made = Played()
-    yield made
-    made.close()
-
-
-def compute(played: Played, *ends: tuple[int, int]) -> None:
-    """Until these sequences, by lease and number, have ended."""
-    while not all(each in played.finishes for each in ends):
-        played.until(m.Tokens)
 
 
 def check(played: Played, serial: int, number: int, prompt: list[int], new: int = NEW) -> None:
@@ -38,7 +24,7 @@ def test_two_instances_use_the_same_numbers_and_each_has_its_own_answer(played: 
     played.submit(1, second, 2, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1), (2, 1))
+    played.compute((1, 1), (2, 1))
     check(played, 1, 1, first)
     check(played, 2, 1, second)
     assert played.finishes == {(1, 1): "length", (2, 1): "length"}
@@ -60,7 +46,7 @@ def test_an_instance_that_names_anothers_sequence_reaches_nothing(played: Played
     for number in range(64):
         if number != 9:
             played.tell(m.Abort(number=number), 2)
-    compute(played, (1, 7), (2, 9))
+    played.compute((1, 7), (2, 9))
     check(played, 1, 7, first)
     check(played, 2, 9, second)
     assert played.made.keys() == {(1, 7), (2, 9)}
@@ -75,7 +61,7 @@ def test_its_own_number_ends_its_own_sequence_only(played: Played) -> None:
     played.tell(m.Abort(number=1), 2)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     check(played, 1, 1, first)
     assert played.made.keys() == {(1, 1)}
 
@@ -89,7 +75,7 @@ def test_one_that_leaves_takes_its_own_sequences_with_it(played: Played) -> None
     played.thread.start()
     played.until(m.Tokens)
     played.executor.send(m.MemberLeaves(serial=1))
-    compute(played, (2, 1))
+    played.compute((2, 1))
     check(played, 2, 1, first)
     assert len(played.made[1, 1]) < NEW
 
@@ -105,7 +91,7 @@ def test_another_model_at_the_same_runtime_is_refused_to_who_brings_it(played: P
     played.submit(1, first, 3, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    compute(played, (1, 1))
+    played.compute((1, 1))
     check(played, 1, 1, first)
     assert played.made.keys() == {(1, 1)}
     assert "its weights are not where" in played.refused[2]

@@ -2,23 +2,17 @@
 
 import copy
 import time
-from collections.abc import Iterator
 
 import played_runtime
 import pytest
 from language_models import prompts, reference, wrong_tokens
-from played_runtime import NEW, Played
+from played_runtime import NEW, Played, played
 
 from dormouse.core.pace import FEW
 from dormouse.core.step_times import step_s
 from dormouse.schemas import messages as m
 
-
-@pytest.fixture
-def played() -> Iterator[Played]:
-    made = Played()
-    yield made
-    made.close()
+__all__ = ["played"]
 
 
 def test_a_turn_that_ends_at_once_has_one_step(played: Played) -> None:

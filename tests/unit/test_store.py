@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from storekit import ARENA, StoreKit
+from storekit import ARENA, StoreKit, TestExecutor
 
 from dormouse.schemas import messages as m
 
@@ -320,15 +320,23 @@ def test_what_is_pinned_stays_and_a_full_host_says_so(make_kit: MakeKit) -> None
     kit.run(test())
 
 
+async def full_and_fetched(kit: StoreKit) -> tuple[TestExecutor, int]:
+    """Of 16 MiB, 10 are a model's, which is in a file, too; they cannot leave before the executor lets go of the
+    ticket.
+    """
+    await (await kit.instance("a", "f")).load({1: noise(10 * MIB)})
+    await kit.status(lambda status: status.file_nbytes == 10 * MIB)
+    executor = await kit.executor()
+    manifest = await executor.manifest("a", 1)
+    ticket, _ = await executor.begin([manifest.segments[0][0]])
+    return executor, ticket
+
+
 def test_room_is_made_when_a_fetch_lets_go(make_kit: MakeKit) -> None:
     kit = make_kit(host=16 * MIB)
 
     async def test() -> None:
-        await (await kit.instance("a", "f")).load({1: noise(10 * MIB)})
-        await kit.status(lambda status: status.file_nbytes == 10 * MIB)
-        executor = await kit.executor()
-        manifest = await executor.manifest("a", 1)
-        ticket, _ = await executor.begin([manifest.segments[0][0]])
+        executor, ticket = await full_and_fetched(kit)
         two = await kit.instance("b", "g")
         upload = asyncio.ensure_future(two.upload(1, b"z", total=10 * MIB))
         await asyncio.sleep(0.2)
@@ -365,11 +373,7 @@ def test_what_waits_behind_a_slow_message_is_bounded(make_kit: MakeKit) -> None:
     kit = make_kit(host=16 * MIB)
 
     async def test() -> None:
-        await (await kit.instance("a", "f")).load({1: noise(10 * MIB)})
-        await kit.status(lambda status: status.file_nbytes == 10 * MIB)
-        executor = await kit.executor()
-        manifest = await executor.manifest("a", 1)
-        ticket, _ = await executor.begin([manifest.segments[0][0]])
+        executor, ticket = await full_and_fetched(kit)
         flood = await kit.instance("b", "g")  # its upload waits for room until the fetch lets go
         flood.link.send(m.StoreUpload(storage=1, total_nbytes=10 * MIB, offset=0, arena_offset=0, nbytes=1))
         for _ in range(9):
