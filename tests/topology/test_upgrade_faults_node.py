@@ -25,7 +25,8 @@ import pytest
 
 from dormouse.core import wayback
 from dormouse.core.node import nodeprocess, procfs
-from dormouse.core.node.testing import HttpAnswer, OrphanProcess, TestNode, kept_running, running_node
+from dormouse.core.node.orphans import OrphanProcess
+from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ProcessFailed
 
