@@ -107,8 +107,8 @@ def main() -> None:
         cli.main(prog_name="dormouse", standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        leave(INTERRUPTED, "interrupted")
+    except (click.Abort, KeyboardInterrupt) as error:
+        leave(INTERRUPTED, "; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]))
     except click.ClickException as error:
         error.show()
         sys.exit(USAGE)

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.node.cli_secrets import variables
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
@@ -138,7 +138,8 @@ def deploy(
         settings |= {"llm": llm is not None, "env": variables(env, env_file)}
         printed = bytearray()
         try:
-            answer = command.client.deploy(name, found, settings, partial(_show_printed, printed))
+            with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
+                answer = command.client.deploy(name, found, settings, partial(_show_printed, printed))
         except CallRefused as error:
             if error.code not in NOT_LOADED:
                 raise

@@ -1,5 +1,7 @@
 """What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +14,15 @@ FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+@contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """Says at Ctrl-C what the node does without this command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what) from None
 
 
 def run_directory(run: str | None, node: str | None) -> Path:

@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
+from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, going_on, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import ConfigError, DormouseError
@@ -70,9 +70,10 @@ def up(
         nodeprocess.foreground(file, context.node, options)
     try:
         if replace:
-            ready = nodeprocess.replace(
-                file, context.node, options, 30.0 if wait is None else wait, lambda text: click.echo(text, err=True)
-            )
+            with going_on("the node goes over all the same"):
+                ready = nodeprocess.replace(
+                    file, context.node, options, 30.0 if wait is None else wait, lambda text: click.echo(text, err=True)
+                )
         else:
             ready = nodeprocess.start(file, context.node, options)
     except DormouseError as error:
@@ -127,7 +128,8 @@ def drain(context: CommandContext, undo: bool, json_: bool) -> None:
     New ones are answered 503 with the code `draining`, and /readyz says so, until `dormouse drain --undo` or `down`.
     Jobs that wait are kept for afterwards. Ctrl-C ends the waiting, and not the drain.
     """
-    drained = context.client.drain(undo)
+    with going_on("the drain goes on; `dormouse drain --undo` ends it"):
+        drained = context.client.drain(undo)
     if json_:
         show_json({"drained": drained})
     elif undo:

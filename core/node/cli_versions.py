@@ -3,7 +3,7 @@
 import click
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.output import show_json, table, when
 
 
@@ -34,7 +34,8 @@ def rollback(context: CommandContext, name: str, version: int | None, json_: boo
 
     Without VERSION, the one before. It becomes a new version; if it does not load, what is served stays.
     """
-    answer = context.client.roll_back(name, version or 0)
+    with going_on("the rollback goes on: `dormouse history` says what comes of it"):
+        answer = context.client.roll_back(name, version or 0)
     if json_:
         show_json(answer)
     else:

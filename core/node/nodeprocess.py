@@ -73,7 +73,7 @@ def running_pid(run: Path) -> int | None:
 
 def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
     """Become the supervisor. Does not return."""
-    os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *_words(file, node), *options])
+    os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *_words(file, node), *options, "--plain"])
 
 
 def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--without NAME]
-[--forget-models]``.
+[--forget-models] [--plain]``.
 
 Takes the directories and the listening socket of a node, as the first or from the node that it replaces, and removes
 the run directory when it leaves. What it then does is in supervision.py.
@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--node", metavar="NAME")
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--forget-models", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="say for people why it ends")
     parser.add_argument("--succeed", type=int, metavar="FD")
     arguments = parser.parse_args(argv)
     service = ServiceManager.take()
@@ -122,14 +123,19 @@ def main(argv: list[str] | None = None) -> int:
         uvloop.run(serve(config, service) if arguments.succeed is None else succeed(config, service, arguments.succeed))
         return 0
     except ConfigError as error:
-        sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
+        _say("config", str(error), arguments.plain)
         return 5 if isinstance(error, Unsafe) else 2
     except (ProcessFailed, OSError) as error:  # a full disk, say
-        sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
+        _say("failed", str(error), arguments.plain)
         return 1
     finally:
         service.close()
         close_context()
+
+
+def _say(kind: str, message: str, plain: bool) -> None:
+    said = f"dormouse: {message}" if plain else orjson.dumps({"error": kind, "message": message}).decode()
+    sys.stderr.write(said + "\n")
 
 
 if __name__ == "__main__":

@@ -611,6 +611,18 @@ def test_a_deploy_that_does_not_load_says_why_once_and_what_goes_on(
         assert result.err.endswith(f"\n{left}\n")
 
 
+def test_who_interrupts_a_command_is_told_what_goes_on(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdminClient, "drain", interrupted)
+    monkeypatch.setattr(AdminClient, "status", interrupted)
+    drain, status = dormouse("drain"), dormouse("status")
+    assert (drain.status, status.status) == (130, 130)
+    assert drain.err.endswith("dormouse: interrupted; the drain goes on; `dormouse drain --undo` ends it\n")
+    assert status.err.endswith("dormouse: interrupted\n")
+
+
 def test_a_name_that_is_nearly_one_is_told_of(dormouse: Any) -> None:
     assert dormouse("invoke", "ff", "1").err.endswith("there is no function 'ff' (did you mean f?)\n")
     assert dormouse("status", "ff").err.endswith("says which there are (did you mean f?)\n")
@@ -948,6 +960,17 @@ def test_another_process_that_has_a_dead_nodes_pid_is_left_alone(dormouse: Any, 
         assert dormouse("down").status == 4
         other.communicate("\n")
     assert other.returncode == 0
+
+
+def test_a_node_in_the_foreground_says_to_people_why_it_does_not_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = tmp_path / "node.toml"
+        file.write_text(f'[node]\nport = {port}\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n')
+        words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "up", "--foreground", str(file)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dormouse: port {port} on 127.0.0.1 is in use; ")
 
 
 def test_a_supervisor_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
