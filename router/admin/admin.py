@@ -155,6 +155,27 @@ class Admin:
                     late = Failure(code="busy", status=503, text=text, retryable=True)
                     _answered(await self._asks.move(name, to), late)
                 return {"name": name, "to": to}
+            case a.RecentRequests(name=name):
+                await (self._permits.may_on(caller, act, name) if name else self._permits.may_informed(caller, act))
+                return {"requests": self._last(caller, act)}
+            case a.ListJobs() | a.AskJob() | a.CancelJob():
+                return await self._act_on_jobs(caller, act)
+            case a.Policy() | a.Drain() | a.OpenDashboard():
+                return await self._act_on_node(caller, act)
+            case a.Keys() | a.CreateKey() | a.RevokeKey():
+                return self._act_on_keys(caller, act)
+            case a.Secrets():
+                self._permits.may(caller, act)
+                return self._vault.call(caller, act)
+            case a.SetSecret(name=name) | a.RemoveSecret(name=name):
+                with self._permits.audited(caller, act, name):
+                    await self._permits.may_informed(caller, act)
+                    return self._vault.call(caller, act)
+            case _:
+                assert_never(act)
+
+    async def _act_on_jobs(self, caller: Caller, act: a.ListJobs | a.AskJob | a.CancelJob) -> Any:
+        match act:
             case a.ListJobs(name=name):
                 await self._permits.may_informed(caller, act)
                 await self._jobs.kept.knows_jobs()
@@ -168,9 +189,11 @@ class Admin:
                 job = await self.invoking.job(caller, act)
                 await self._jobs.cancel(job)
                 return orjson.loads(self._jobs.kept.told(job))
-            case a.RecentRequests(name=name):
-                await (self._permits.may_on(caller, act, name) if name else self._permits.may_informed(caller, act))
-                return {"requests": self._last(caller, act)}
+            case _:
+                assert_never(act)
+
+    async def _act_on_node(self, caller: Caller, act: a.Policy | a.Drain | a.OpenDashboard) -> Any:
+        match act:
             case a.Policy(changes=changes):
                 words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
                 with self._permits.audited(caller, act, words) if changes else nullcontext():
@@ -194,6 +217,11 @@ class Admin:
                     if end:
                         return {"ended": self._passes.end()}
                     return {"url": f"{overview.url(self._node)}/#ticket={self._passes.ticket(caller.name)}"}
+            case _:
+                assert_never(act)
+
+    def _act_on_keys(self, caller: Caller, act: a.Keys | a.CreateKey | a.RevokeKey) -> Any:
+        match act:
             case a.Keys():
                 self._permits.may(caller, act)
                 return [shown(key) for key in self._keys.all()]
@@ -213,13 +241,6 @@ class Admin:
                     if revoked is None:
                         raise refuse(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
                 return shown(revoked)
-            case a.Secrets():
-                self._permits.may(caller, act)
-                return self._vault.call(caller, act)
-            case a.SetSecret(name=name) | a.RemoveSecret(name=name):
-                with self._permits.audited(caller, act, name):
-                    await self._permits.may_informed(caller, act)
-                    return self._vault.call(caller, act)
             case _:
                 assert_never(act)
 
