@@ -85,6 +85,7 @@ class JobFile:
     def __init__(self, path: Path, log: Any) -> None:
         self._path, self._log = path, log
         self._db: sqlite3.Connection | None = None
+        self.unread = False  # it could not be read, and may be later
         self._loop, self._closed = asyncio.get_running_loop(), False
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
@@ -132,19 +133,23 @@ class JobFile:
     @property
     def _open(self) -> sqlite3.Connection:
         if self._db is None:
-            raise sqlite3.OperationalError("it could not be opened when the router started")
+            raise sqlite3.OperationalError("it could not be opened")
         return self._db
 
     def read(self) -> list[JobRow]:
-        """All jobs, in their order; the first work there is."""
+        """All jobs, in their order; the first work there is, and again where it could not be done."""
         try:
-            return self._read()
+            rows = self._read()
+            self.unread = False
+            return rows
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             if self._db is not None:
                 self._db.close()
                 self._db = None
             if isinstance(error, sqlite3.OperationalError):  # nothing is wrong with the file itself
-                self._log.error("jobs_not_read", path=str(self._path), reason=str(error))
+                if not self.unread:
+                    self._log.error("jobs_not_read", path=str(self._path), reason=str(error))
+                self.unread = True
                 return []
             self._log.error("jobs_set_aside", path=str(self._path), reason=str(error))
             with suppress(OSError):

@@ -32,6 +32,7 @@ class Jobs:
         self._node = node
         self.kept = KeptJobs(node)
         self.runs = JobRuns(node, self.kept)
+        self.kept.when_read = self.runs.go_on
 
     def open(self) -> None:
         self.kept.open()

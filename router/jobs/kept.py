@@ -5,7 +5,7 @@ Which are forgotten is decided in book.py, what is on the disk is file.py's. Non
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, Protocol
 
 from dormouse.core.config import NodeConfig, parse_nbytes
@@ -64,6 +64,8 @@ class KeptJobs:
         """For so long what is turned away is tried again."""
         self.known = asyncio.Event()
         """Those of before the restart are."""
+        self.when_read: Callable[[], object] = int
+        """Called where that was late."""
         self._file: JobFile | None = None
         self._number = 0
         self._waiting: dict[str, list[asyncio.Future[Result | None]]] = {}  # by job
@@ -120,11 +122,23 @@ class KeptJobs:
         self._file.close()
 
     async def knows_jobs(self) -> None:
-        """Wait until those of before the restart are known. Raises HttpError."""
+        """Wait until those of before the restart are known. If the disk did not let them be read, they are read now, if
+        it does. Raises HttpError.
+        """
+        if self.known.is_set() and self.file.unread:
+            self.known.clear()
+            await asyncio.shield(self._node.spawn(self._read_late()))
         try:
             await asyncio.wait_for(self.known.wait(), READ_S)
         except TimeoutError:
             raise HttpError(failures.starting()) from None
+
+    async def _read_late(self) -> None:
+        try:
+            await self.restore()
+        finally:
+            self.known.set()
+        self.when_read()
 
     # --- what happens to jobs
 

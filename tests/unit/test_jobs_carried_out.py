@@ -17,6 +17,7 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
+from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.jobs.book import Job, JobState
 from dormouse.router.jobs.file import JobFile, JobRow, NotKept, Result
@@ -249,5 +250,44 @@ def test_a_full_disk_is_said_to_be_one_and_leaves_each_job_whole_or_not_there(tm
         await file.do(file.add, row("large"), bytes(1 << 20), ["first"])
         assert await file.do(file.nbytes) == {"large": 1 << 20}
         file.close()
+
+    asyncio.run(works())
+
+
+def test_jobs_that_could_not_be_read_at_the_start_are_read_once_the_disk_lets_them(tmp_path: Path) -> None:
+    """As when a router starts on a full disk, where SQLite cannot make its log."""
+
+    async def take(node: Node, jobs: Jobs) -> None:
+        body = Body(node.requests.bodies)
+        await body.add(b"1", 1)
+        await jobs.take(KeptRequest("f", "", Labels(), "", True), body.complete())
+
+    async def works() -> None:
+        there = tmp_path / "there"
+        there.mkdir()
+        node = Node(there, loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        jobs.runs.pause()
+        await jobs.kept.knows_jobs()
+        await take(node, jobs)
+        await jobs.stop()
+        away = there.rename(tmp_path / "away")
+        node = Node(there, loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        node.requests.catalogue_known.set()
+        for _ in range(2):
+            with pytest.raises(HttpError) as refused:
+                await take(node, jobs)
+            assert refused.value.failure.code == "disk_full"
+        assert [event for event, _ in node.log.errors] == ["jobs_not_read"]
+        away.rename(there)
+        await jobs.kept.knows_jobs()
+        await until(lambda: len(node.arrived) == 1)
+        await take(node, jobs)
+        await until(lambda: len(node.arrived) == 2)
+        assert len(jobs.kept.book.jobs) == 2
+        await jobs.stop()
 
     asyncio.run(works())
