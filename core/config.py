@@ -6,7 +6,7 @@ Owns names, defaults and units of settings. What a setting does is described whe
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
@@ -198,6 +198,7 @@ class EnvironmentsSection(_Section, frozen=True, kw_only=True):
     time_ms: int = 600_000  # for one to be built
     size: str = "4GiB"  # of one
     store: str = "16GiB"  # of all
+    tenant_store: str = ""  # of those of one tenant; default: a quarter of `store` on a node of many, else all of it
     idle_ms: int = 60_000  # after which the zygote of functions that need one of their own ends
 
     @property
@@ -256,6 +257,13 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     tenants: dict[str, TenantSection] = {}
     start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py
+
+    def placed(self, run: str) -> Self:
+        """The same with this run directory, if it names none itself; ``run`` "": with the default one."""
+        if self.node.run or not run:
+            return self
+        node = msgspec.structs.replace(self.node, run=os.path.abspath(run))
+        return msgspec.structs.replace(self, node=node)
 
     @property
     def run_directory(self) -> Path:

@@ -7,7 +7,6 @@ directory's lock. What a request with a key may do is decided in router/access/a
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from dormouse.core.audit import as_its_directory
 from dormouse.core.names import NAME
+from dormouse.core.privatefile import write_private
 from dormouse.schemas.admin import Scope, Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -167,22 +166,8 @@ class KeyFile:
         return key
 
     def _write(self, keys: Sequence[Key]) -> None:
-        """The whole file anew beside the old one; a crash leaves one of them."""
         revoked = sorted((key for key in keys if key.revoked_s is not None), key=lambda key: key.revoked_s or 0.0)
         forgotten = {key.id for key in revoked[:-MOST_REVOKED]}
         kept = [key for key in keys if key.id not in forgotten]
-        new = self._path.with_name(self._path.name + ".new")
-        new.unlink(missing_ok=True)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            as_its_directory(fd, self._path)
-            file.write(msgspec.json.format(msgspec.json.encode(kept)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_private(self._path, msgspec.json.format(msgspec.json.encode(kept)))
         self._by_id = {key.id: key for key in kept}

@@ -19,6 +19,7 @@ from dormouse.schemas.llm import ISOLATIONS
 
 _MAYBE_SIZES: Final = (
     "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk",
+    "environments.tenant_store",
 )  # fmt: skip
 _SIZES: Final = (
     "sandbox.memory", "sandbox.scratch", "limits.body", "limits.bodies", "limits.response", "limits.stream",

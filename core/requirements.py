@@ -26,6 +26,13 @@ _NOT_WRITTEN: Final = re.compile(r"\$\{|\s-")
 """pip puts a variable of its environment in the place of ``${NAME}``, and what follows a dash is an option."""
 
 
+MOST_PARTS: Final = 32
+"""Of a key of TOML, a.b.c: tomllib's time grows with their square."""
+
+_PART: Final = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*"""
+_LONG_KEY: Final = re.compile(rf"(?<![\w-])(?:{_PART}){{{MOST_PARTS}}}")  # each word is looked at once
+
+
 class RequirementsRefused(Exception):
     """``code`` says why, the text what to do."""
 
@@ -36,11 +43,22 @@ class RequirementsRefused(Exception):
 
 def of_project(text: str) -> str:
     """The dependencies that a pyproject.toml names, one a line. Raises RequirementsRefused."""
+    if _LONG_KEY.search(text):
+        raise RequirementsRefused("bad_requirements", f"pyproject.toml has a name of more than {MOST_PARTS} parts")
     try:
         project = tomllib.loads(text.removeprefix("\ufeff")).get("project", {})
-        found = project.get("dependencies", []) if isinstance(project, dict) else []
     except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
         raise RequirementsRefused("bad_requirements", f"pyproject.toml is not TOML: {error}") from None
+    if not isinstance(project, dict):
+        raise RequirementsRefused("bad_requirements", "project in pyproject.toml is no table; write [project]")
+    dynamic = project.get("dynamic")
+    if isinstance(dynamic, list) and "dependencies" in dynamic:
+        text = (
+            "pyproject.toml says that its dependencies are dynamic, and nothing of it is run here; write them as "
+            "[project] dependencies, or into requirements.txt"
+        )
+        raise RequirementsRefused("bad_requirements", text)
+    found = project.get("dependencies", [])
     if not isinstance(found, list) or not all(isinstance(each, str) and "\n" not in each for each in found):
         raise RequirementsRefused("bad_requirements", "dependencies in pyproject.toml is no list of lines of text")
     return "".join(f"{each}\n" for each in found)

@@ -10,7 +10,6 @@ One process writes: the router. Who may set what, and which function is given wh
 """
 
 import base64
-import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dormouse.core.audit import as_its_directory
+from dormouse.core.privatefile import write_private
 from dormouse.schemas.errors import ConfigError
 
 LEAST_NBYTES: Final = 4
@@ -138,11 +137,11 @@ class SecretFile:
     def _own_key(self) -> bytes:
         """Made with the first secret. Raises ConfigError, OSError."""
         if not self._key.exists() and not self._path.exists():
-            _write_private(self._key, secrets.token_bytes(KEY_NBYTES))
+            write_private(self._key, secrets.token_bytes(KEY_NBYTES))
         return self._read_key()
 
     def _write(self, found: list[SealedSecret]) -> None:
-        _write_private(self._path, msgspec.json.format(msgspec.json.encode(found)))
+        write_private(self._path, msgspec.json.format(msgspec.json.encode(found)))
 
 
 def unknown(name: str, tenant: str) -> str:
@@ -174,21 +173,3 @@ def _opened(key: bytes, secret: SealedSecret, path: Path) -> str:
 
 def _bound(tenant: str, name: str) -> bytes:
     return f"{tenant}\0{name}".encode()
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """The whole file anew beside the old one; a crash leaves one of them."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        as_its_directory(fd, path)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

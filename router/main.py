@@ -26,6 +26,7 @@ from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.environments import Environments
+from dormouse.router.admin.filechanges import FileChanges
 from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
@@ -99,7 +100,8 @@ class Router(Actor):
         self._environments = Environments(self, self.state.environments)
         self.plain = PlainZygote(self, self._environments.ended)
         secrets_key = Path(config.node.secrets_key) if config.node.secrets_key else self.state.secrets_key
-        self._vault = Vault(SecretFile(self.state.secrets, secrets_key), picture)
+        self._changes = FileChanges()
+        self._vault = Vault(SecretFile(self.state.secrets, secrets_key), picture, self._changes)
         self._versions = KeptVersions(
             self._history, self._keeper, self._environments, picture, self.instances.snapshots
         )
@@ -145,6 +147,7 @@ class Router(Actor):
             self._vault,
             gate.passes,
             self._environments,
+            self._changes,
         )
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         self._environments.open()
@@ -172,6 +175,7 @@ class Router(Actor):
         self._zygote.close()
         self.plain.close()
         self._environments.close()
+        self._changes.close()
         self.instances.close_all()
         self.scrapes.close()
         self.traces.close()

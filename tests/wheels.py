@@ -1,6 +1,7 @@
 """Small packages made on the fly, and an index of them, as pip reads one: for tests of environments."""
 
 import hashlib
+import stat
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -28,18 +29,24 @@ class PackageIndex:
         files: Mapping[str, str],
         requires: tuple[str, ...] = (),
         tag: str = "py3-none-any",
+        links: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """``links``: what a zip says to be symbolic links, and where to."""
         info = f"{name.replace('-', '_')}-{version}.dist-info"
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
         whole = dict(files) | {
             f"{info}/METADATA": "\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires), ""]),
             f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
         }
-        whole[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*whole, f"{info}/RECORD"])
+        whole[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*whole, *links, f"{info}/RECORD"])
         data = BytesIO()
-        with zipfile.ZipFile(data, "w") as archive:
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
             for path, text in whole.items():
                 archive.writestr(path, text)
+            for path, target in links.items():
+                member = zipfile.ZipInfo(path)
+                member.create_system, member.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+                archive.writestr(member, target)
         self._add(name, f"{name.replace('-', '_')}-{version}-{tag}.whl", data.getvalue())
 
     def sources(self, name: str, version: str, setup: str, more: Mapping[str, str] = MappingProxyType({})) -> None:

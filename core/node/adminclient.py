@@ -12,11 +12,12 @@ import msgspec
 
 from dormouse.core import folder
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
 from dormouse.core.node import nodeprocess
 from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.core.secretfile import MOST_NBYTES
 from dormouse.schemas import admin as a
-from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
 CONNECT_S: Final = 5.0
 CALL_S: Final = 60.0
@@ -243,7 +244,7 @@ class _Conversation:
 
     def say(self, message: a.ToNode, fds: list[int] | None = None) -> None:
         """Until the node has taken it."""
-        self._sock.send(message, fds)
+        self._send(message, fds)
         if not isinstance(self.hear(), a.Taken):
             raise RemoteProtocolError("it said something else than that it has taken the files")
 
@@ -253,8 +254,18 @@ class _Conversation:
 
     def asked(self, message: a.ToNode, fds: list[int] | None = None) -> Iterator[a.Said]:
         """The same, with what kind they are of."""
-        self._sock.send(message, fds)
+        self._send(message, fds)
         while not isinstance(said := self.hear(), a.Done):
             if not isinstance(said, a.Said):
                 raise RemoteProtocolError("it said something else than an answer")
             yield said
+
+    def _send(self, message: a.ToNode, fds: list[int] | None) -> None:
+        try:
+            self._sock.send(message, fds)
+        except LocalProtocolError:
+            text = (
+                f"what is asked has more than {MAX_PACKET_NBYTES:,} bytes; a secret may have {MOST_NBYTES:,}, and so "
+                "may a deploy's variables: put what is larger into a file"
+            )
+            raise CallRefused(413, "body_too_large", text) from None

@@ -3,10 +3,11 @@
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -33,6 +34,56 @@ NOT_LOADED: Final = ("load_failed", "load_timeout")
 REPORT_NBYTES: Final = 64 << 10
 """More than the report of an exception has."""
 
+_OPTIONS: Final = (
+    click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms."),
+    click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it."),
+    click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped."),
+    click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails without progress."),
+    click.option("--tenant", default="default", show_default=True, help="Whose function it is."),
+    click.option("--max-queue", default=256, show_default=True, help="Requests that may wait."),
+    click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load()."),
+    click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it."),
+    click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once."),
+    click.option(
+        "--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]"
+    ),
+    click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle()."),
+    click.option("--batch", default=0, help="Requests of one handle_batch(), at most.  [default: one by one]"),
+    click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more."),
+    click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable that it sees. Several may be given."),
+    click.option("--env-file", multiple=True, metavar="FILE", help="A file of such lines."),
+    click.option(
+        "--requirements",
+        type=click.Path(exists=True, dir_okay=False),
+        help="Libraries of its own.  [default: requirements.txt beside it]",
+    ),
+    click.option("--allow-build", is_flag=True, help="Build those that have no wheel, where the node allows it."),
+    click.option("--network", is_flag=True, help="It has the machine's network, where the node allows it."),
+    click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A secret that it sees as a variable."),
+)
+"""What a function is deployed with."""
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def of_functions(command: Command) -> Command:
+    """The options of a command that deploys functions."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Of these options, with what the files have that they name. Raises click.BadParameter."""
+    pairs, files, requirements = (settings[name] for name in ("env", "env_file", "requirements"))
+    try:
+        text = "" if requirements is None else Path(requirements).read_text(errors="replace")
+    except OSError as error:
+        text = f"{requirements} cannot be read: {error.strerror}"
+        raise click.BadParameter(text, param_hint="--requirements") from error
+    kept = {name: value for name, value in settings.items() if name != "env_file"}
+    return kept | {"env": variables(pairs, files), "requirements": text}
+
 
 @click.command()
 @function_argument()
@@ -51,29 +102,7 @@ REPORT_NBYTES: Final = 64 << 10
     default="",
     help="Equal models of a tenant share a process on a GPU (tenant), or not (function).  [default: the node's]",
 )
-@click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
-@click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
-@click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
-@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails without progress.")
-@click.option("--tenant", default="default", show_default=True, help="Whose function it is.")
-@click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
-@click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
-@click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it.")
-@click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once.")
-@click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
-@click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle().")
-@click.option("--batch", default=0, help="Requests of one handle_batch(), at most.  [default: one by one]")
-@click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more.")
-@click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable that it sees. Several may be given.")
-@click.option("--env-file", multiple=True, metavar="FILE", help="A file of such lines.")
-@click.option(
-    "--requirements",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Libraries of its own.  [default: requirements.txt beside it]",
-)
-@click.option("--allow-build", is_flag=True, help="Build those that have no wheel, where the node allows it.")
-@click.option("--network", is_flag=True, help="It has the machine's network, where the node allows it.")
-@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A secret that it sees as a variable.")
+@of_functions
 @as_json
 @pass_context
 def deploy(
@@ -83,9 +112,6 @@ def deploy(
     file: str | None,
     llm: str | None,
     lora: str | None,
-    env: tuple[str, ...],
-    env_file: tuple[str, ...],
-    requirements: str | None,
     json_: bool,
     **settings: Any,
 ) -> None:
@@ -134,8 +160,7 @@ def deploy(
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
-        settings["requirements"] = "" if requirements is None else Path(requirements).read_text(errors="replace")
-        settings |= {"llm": llm is not None, "env": variables(env, env_file)}
+        settings = read_settings(settings) | {"llm": llm is not None}
         printed = bytearray()
         try:
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
@@ -157,10 +182,14 @@ def deploy(
             click.echo(f"warning: {warning}", err=True)
 
 
-def _show_printed(printed: bytearray, data: bytes) -> None:
-    """``printed`` has the end of what was shown before."""
+def show_printed(data: bytes) -> None:
     sys.stderr.buffer.write(data)
     sys.stderr.buffer.flush()
+
+
+def _show_printed(printed: bytearray, data: bytes) -> None:
+    """``printed`` has the end of what was shown before."""
+    show_printed(data)
     printed += data
     del printed[:-REPORT_NBYTES]
 

@@ -8,10 +8,11 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from dormouse.core.node.cli_deploy import of_functions, read_settings, show_printed
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import DormouseError
@@ -33,18 +34,20 @@ SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
 @click.command()
 @click.argument("file", type=click.Path(exists=True), metavar="FILE.py|FOLDER")
 @click.option("--name", help="Deploy it under this name.  [default: the file's, with -dev]")
-@click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
+@of_functions
 @pass_context
-def dev(context: CommandContext, file: str, name: str | None, deadline: str) -> None:
+def dev(context: CommandContext, /, file: str, name: str | None, **settings: Any) -> None:
     """Deploy a function, again whenever its files change, show what it prints, and remove it at Ctrl-C.
 
-    A version that does not load is not deployed: the one before goes on.
+    The files that --requirements and --env-file name count, too. A version that does not load is not deployed: the one
+    before goes on.
     """
     from dormouse.core import folder
 
     path = Path(file).absolute()
     called = name or f"{path.stem}-dev"
     client = context.client
+    read_settings(settings)  # what is wrong with them now, is a slip
     if any(row["name"] == called for row in client.functions()):
         raise CallRefused(409, "name_taken", f"{called!r} is deployed; remove it, or give another --name")
     seen, complaint, following = None, "", False
@@ -52,13 +55,16 @@ def dev(context: CommandContext, file: str, name: str | None, deadline: str) -> 
         while True:
             try:
                 found = folder.find(path)
-                if (state := folder.state(found)) != seen:
-                    version = client.deploy(called, found, {"deadline": deadline})["version"]
-                    click.echo(f"{called} version {version} is deployed", err=True)
+                wanted = read_settings(settings)
+                if (state := (folder.state(found), wanted)) != seen:
+                    answer = client.deploy(called, found, wanted, None if following else show_printed)
+                    click.echo(f"{called} version {answer['version']} is deployed", err=True)
+                    if warning := answer.get("warning"):
+                        click.echo(f"warning: {warning}", err=True)
                     if not following:
                         threading.Thread(target=_follow, args=(client, called), daemon=True).start()
                     seen, complaint, following = state, "", True
-            except (folder.NoFunction, OSError, CallRefused) as error:
+            except (folder.NoFunction, OSError, CallRefused, click.BadParameter) as error:
                 seen = state if isinstance(error, CallRefused) else None  # an editor may be writing it
                 if complaint != (complaint := str(error)):
                     click.echo(f"! {complaint}", err=True)

@@ -206,7 +206,7 @@ def _remove(context: CommandContext, name: str, file: str | None) -> None:
     from dormouse.core.node import nodeprocess
     from dormouse.core.node.adminclient import AdminClient
 
-    client = AdminClient(nodeprocess.config_of(file, None).run_directory) if file else context.client
+    client = AdminClient(nodeprocess.config_of(file, None, context.run).run_directory) if file else context.client
     try:
         client.remove(name)
     except Unreachable as error:

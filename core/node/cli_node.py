@@ -47,17 +47,20 @@ def up(
     `dormouse restart NAME` starts a function that was left out. With --replace, this version and this node file take
     the place of the node that runs: requests that come meanwhile wait, and are answered. If the new one does not
     start, the old one goes on. Ctrl-C ends this command alone: the node goes over all the same.
+
+    The node's run directory is that of the node file ([node] run). If that names none, it is that of --run or of
+    DORMOUSE_RUN, where the other commands look, too.
     """
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
     from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
     from dormouse.core.problems import strangers
 
-    config = nodeprocess.config_of(file, context.node)
+    config = nodeprocess.config_of(file, context.node, context.run)
     if context.run_is_written and context.directory.absolute() != config.run_directory.absolute():
         raise ConfigError(
-            f"--run names {context.directory}, but this node's is {config.run_directory}: "
-            "`up` takes it from the node file, [node] run"
+            f"--run names {context.directory}, but this node's is {config.run_directory} ([node] run of its file); "
+            "leave one of the two out"
         )
     options = [word for name in without for word in ("--without", name)]
     if forget_models:
@@ -67,20 +70,25 @@ def up(
     if wait is not None and not replace:
         raise click.UsageError("--wait is how long requests may take with --replace: add that, or leave --wait out")
     if not detach:
-        nodeprocess.foreground(file, context.node, options)
+        nodeprocess.foreground(file, context.node, context.run, options)
     try:
         if replace:
             with going_on("the node goes over all the same"):
                 ready = nodeprocess.replace(
-                    file, context.node, options, 30.0 if wait is None else wait, lambda text: click.echo(text, err=True)
+                    file,
+                    context.node,
+                    context.run,
+                    options,
+                    30.0 if wait is None else wait,
+                    lambda text: click.echo(text, err=True),
                 )
         else:
-            ready = nodeprocess.start(file, context.node, options)
+            ready = nodeprocess.start(file, context.node, context.run, options)
     except DormouseError as error:
         if replace or "--forget-models" not in str(error) or not sys.stdin.isatty():
             raise
         click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
-        ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
+        ready = nodeprocess.start(file, context.node, context.run, [*options, "--forget-models"])
     status_ = AdminClient(config.run_directory, PATIENCE_S).status()
     node = status_["node"]
     builds = torchbuild.builds(config)
@@ -280,7 +288,7 @@ def doctor(context: CommandContext, config: str | None, json_: bool) -> None:
     from dormouse.core.node import doctor as doctor_
     from dormouse.core.node import nodeprocess
 
-    node = nodeprocess.config_of(config, context.node)
+    node = nodeprocess.config_of(config, context.node, context.run)
     findings = doctor_.examine(node, nodeprocess.running_pid(node.run_directory) is not None)
     if json_:
         click.echo(doctor_.as_json(findings))

@@ -60,7 +60,7 @@ def install_service(context: CommandContext, file: str | None, write: bool) -> N
     """
     from dormouse.core.node.nodeprocess import config_of
 
-    config = config_of(file, context.node)
+    config = config_of(file, context.node, context.run)
     name = config.node.name
     if file is None and name != "default":
         raise click.UsageError(
@@ -68,7 +68,9 @@ def install_service(context: CommandContext, file: str | None, write: bool) -> N
         )
     root = os.geteuid() == 0
     node_file = [os.path.abspath(file)] if file else []
-    text = unit(name, [_command(), "up", "--foreground", *node_file], root=root)
+    # A service has no environment of a shell.
+    placed = ["--run", config.node.run] if config != config_of(file, context.node) else []
+    text = unit(name, [_command(), *placed, "up", "--foreground", *node_file], root=root)
     path = unit_path(name, root=root)
     click.echo(f"# {path}\n{text}", nl=False)
     if (trouble := examined(text, path.name, root=root)) is not None:

@@ -45,13 +45,12 @@ STOPPED_LOOKS: Final = 3
 SUPERVISOR: Final = "dormouse.core.node.supervisor"
 
 
-def config_of(file: str | None, node: str | None) -> NodeConfig:
-    """What the supervisor will read. Raises ConfigError."""
+def config_of(file: str | None, node: str | None, run: str | None = None) -> NodeConfig:
+    """What the supervisor will read; ``run`` is its run directory where the file names none. Raises ConfigError."""
     if file is not None and node is not None:
         raise ConfigError("give a node file or --node, not both; the file has the node's name in [node]")
-    if node is not None:
-        return named_config(node)
-    return NodeConfig() if file is None else load_config(file)
+    config = named_config(node) if node is not None else NodeConfig() if file is None else load_config(file)
+    return config.placed(run or "")
 
 
 def _words(file: str | None, node: str | None) -> list[str]:
@@ -71,17 +70,17 @@ def running_pid(run: Path) -> int | None:
     return pid if SUPERVISOR in procfs.words(pid) else None
 
 
-def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
+def foreground(file: str | None, node: str | None, run: str | None, options: Sequence[str] = ()) -> None:
     """Become the supervisor. Does not return."""
-    os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *_words(file, node), *options, "--plain"])
+    words = [*_words(file, node), *options, *_placed(run), "--plain"]
+    os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *words])
 
 
-def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Start a node and wait until it is ready; what its ready file says. ``options``: the supervisor's, of this start.
-
-    Raises ConfigError, ProcessFailed.
+def start(file: str | None, node: str | None, run: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Start a node and wait until it is ready; what its ready file says. ``run``: its run directory where the file
+    names none; ``options``: the supervisor's, of this start. Raises ConfigError, ProcessFailed.
     """
-    config = config_of(file, node)
+    config, options = config_of(file, node, run), [*options, *_placed(run)]
     if (pid := running_pid(config.run_directory)) is not None:
         raise ProcessFailed(
             f"node {config.node.name!r} runs already (pid {pid}); stop it with `dormouse down`, "
@@ -101,12 +100,17 @@ def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> di
 
 
 def replace(
-    file: str | None, node: str | None, options: Sequence[str], wait_s: float, told: Callable[[str], None]
+    file: str | None,
+    node: str | None,
+    run: str | None,
+    options: Sequence[str],
+    wait_s: float,
+    told: Callable[[str], None],
 ) -> dict[str, Any]:
     """Have the running node go over to this version and node file; what its ready file says then. Requests that run
     there have ``wait_s`` to end. ``told`` hears how far it has come. Raises ConfigError, ProcessFailed: it runs on.
     """
-    config = config_of(file, node)
+    config, options = config_of(file, node, run), [*options, *_placed(run)]
     paths = RunPaths(config.run_directory)
     if (pid := running_pid(paths.run)) is None:
         raise ProcessFailed(f"no node {config.node.name!r} runs that could be replaced; start it without --replace")
@@ -120,6 +124,11 @@ def replace(
         raise kind(f"the running node goes on, and was not replaced: {said.text}")
     ready: dict[str, Any] = json.loads((paths.trusted / "ready").read_bytes())
     return ready
+
+
+def _placed(run: str | None) -> list[str]:
+    """The supervisor's option for that. It works elsewhere, so the path is a whole one."""
+    return ["--run", os.path.abspath(run)] if run else []
 
 
 def _asked(path: str, replace: s.Replace, told: Callable[[str], None], pid: int) -> s.Replaced | s.NotReplaced:

@@ -1,5 +1,5 @@
-"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--without NAME]
-[--forget-models] [--plain]``.
+"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--run DIR]
+[--without NAME] [--forget-models] [--plain]``.
 
 Takes the directories and the listening socket of a node, as the first or from the node that it replaces, and removes
 the run directory when it leaves. What it then does is in supervision.py.
@@ -106,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?")
     parser.add_argument("--node", metavar="NAME")
+    parser.add_argument("--run", default="", metavar="DIR")  # where the file names none
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--forget-models", action="store_true")
     parser.add_argument("--plain", action="store_true", help="say for people why it ends")
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             config = named_config(arguments.node)
         else:
             config = load_config(arguments.file) if arguments.file else NodeConfig()
+        config = config.placed(arguments.run)
         start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
         config = counted(msgspec.structs.replace(config, start=start))
         exposure.check(config)

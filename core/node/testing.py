@@ -103,7 +103,7 @@ class TestNode:
         assert self.process is not None
         OrphanProcess.adopt_all()
         old = self.process
-        ready = nodeprocess.replace(str(self.file), None, (), wait_s, told)
+        ready = nodeprocess.replace(str(self.file), None, None, (), wait_s, told)
         self.process = OrphanProcess(ready["pid"])
         assert old.wait(STOP_S) == 0, f"{self.stderr.read_text()}\n{self.logs()}"
 

@@ -292,7 +292,10 @@ def _private(level: Level, cell: Cell) -> dict[str, str]:
 
 
 def _limit(limits: dict[str, int], level: Level) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # One byte, less than any core has. No byte would be worse: a program of the machine's that takes cores gets one
+    # whatever the limit is, unless it is 1 (core(5)), and what a function starts has its variables in it.
+    most = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
     for name, value in limits.items():
         if name not in _LIMITS:
             raise ProcessFailed(f"there is no resource limit {name!r}; known are {', '.join(_LIMITS)}")

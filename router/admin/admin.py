@@ -22,12 +22,13 @@ from dormouse.router.admin import overview
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.deploys import Deploys
 from dormouse.router.admin.environments import Environments
+from dormouse.router.admin.filechanges import FileChanges
 from dormouse.router.admin.history import History
 from dormouse.router.admin.invoking import Invoking
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.logtails import LogTails
 from dormouse.router.admin.permits import Permits
-from dormouse.router.admin.vault import Vault, written
+from dormouse.router.admin.vault import Vault
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.exchange import HttpError, refuse
@@ -98,8 +99,10 @@ class Admin:
         vault: Vault,
         passes: Passes,
         environments: Environments,
+        changes: FileChanges,
     ) -> None:
         self._node, self._jobs, self._vault, self._passes = node, jobs, vault, passes
+        self._changes = changes
         self._requests, self._picture = node.requests, node.policy.picture
         self._keys, self._asks, self._function_logs = keys, asks, logs
         self._permits = Permits(self._requests, self._picture, audit, node.log)
@@ -163,14 +166,14 @@ class Admin:
             case a.Policy() | a.Drain() | a.OpenDashboard():
                 return await self._act_on_node(caller, act)
             case a.Keys() | a.CreateKey() | a.RevokeKey():
-                return self._act_on_keys(caller, act)
+                return await self._act_on_keys(caller, act)
             case a.Secrets():
                 self._permits.may(caller, act)
-                return self._vault.call(caller, act)
+                return await self._vault.call(caller, act)
             case a.SetSecret(name=name) | a.RemoveSecret(name=name):
                 with self._permits.audited(caller, act, name):
                     await self._permits.may_informed(caller, act)
-                    return self._vault.call(caller, act)
+                    return await self._vault.call(caller, act)
             case _:
                 assert_never(act)
 
@@ -220,7 +223,7 @@ class Admin:
             case _:
                 assert_never(act)
 
-    def _act_on_keys(self, caller: Caller, act: a.Keys | a.CreateKey | a.RevokeKey) -> Any:
+    async def _act_on_keys(self, caller: Caller, act: a.Keys | a.CreateKey | a.RevokeKey) -> Any:
         match act:
             case a.Keys():
                 self._permits.may(caller, act)
@@ -228,16 +231,14 @@ class Admin:
             case a.CreateKey(wish=wish):
                 with self._permits.audited(caller, act, wish.note) as audited:
                     self._permits.may(caller, act)
-                    # on the disk before it is shown: a few milliseconds, in which nothing else is done
-                    with written("keys"):
-                        key, token = self._keys.create(wish, caller.name, time.time())
+                    # on the disk before it is shown
+                    key, token = await self._changes.make("keys", self._keys.create, wish, caller.name, time.time())
                     audited.name = key.id
                 return {"key": token, **shown(key)}
             case a.RevokeKey(id=name):
                 with self._permits.audited(caller, act, name):
                     self._permits.may(caller, act)
-                    with written("keys"):
-                        revoked = self._keys.revoke(name, time.time())
+                    revoked = await self._changes.make("keys", self._keys.revoke, name, time.time())
                     if revoked is None:
                         raise refuse(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
                 return shown(revoked)

@@ -1,7 +1,7 @@
 """One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is deploys.py's."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from msgspec import structs
@@ -247,23 +247,25 @@ class Deploying:
             await self._keeper.keeping(self.upload.beside, self._keeper.snapshots.tree(base.name, base.snapshot))
         entry = self._spec.entry if base is None else ADAPTER_CONFIG
         await self._keeper.keeping(self.upload.finish, entry)
-        key = await self._environment()
-        self._may()  # while they came, the name may have been taken
-        spec = structs.replace(self._spec, snapshot=self.upload.snapshot, content=self.upload.content, environment=key)
-        if self._environments is None:
-            return await self._change(spec)
-        with self._environments.held(key):
+        async with self._environment() as key:
+            self._may()  # while they came, the name may have been taken
+            own = self.upload
+            spec = structs.replace(self._spec, snapshot=own.snapshot, content=own.content, environment=key)
             return await self._change(spec)
 
-    async def _environment(self) -> str:
+    @asynccontextmanager
+    async def _environment(self) -> AsyncGenerator[str, None]:
         """The key of the function's own libraries, built if need be; "" if it needs none. Raises HttpError."""
-        if self._environments is None or self._spec.llm is not None or self._spec.embedding is not None:
-            return ""
-        tree = self.upload.tree
-        wanted = await self._keeper.keeping(self._environments.requirements, self._requirements, tree)
-        if not wanted:
-            return ""
-        return await self._environments.get(wanted, self._sources, self._spec.tenant, self._printed)
+        wanted = ""
+        if self._environments is not None and self._spec.llm is None and self._spec.embedding is None:
+            tree = self.upload.tree
+            wanted = await self._keeper.keeping(self._environments.requirements, self._requirements, tree)
+        if self._environments is None or not wanted:
+            yield ""
+            return
+        having = self._environments.having(wanted, self._sources, self._spec.tenant, self._printed)
+        async with having as key:
+            yield key
 
     async def _change(self, spec: FunctionSpec) -> dict[str, Any]:
         """Raises HttpError."""

@@ -7,14 +7,13 @@ every one printed.
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import orjson
 
 from dormouse.core.secretfile import SecretFile, unknown
 from dormouse.router.access.access import Caller
+from dormouse.router.admin.filechanges import FileChanges, told
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import refuse
 from dormouse.schemas import admin as a
@@ -27,28 +26,38 @@ _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fc
 class Vault:
     """``picture`` says which functions there are."""
 
-    def __init__(self, file: SecretFile, picture: RouterState) -> None:
-        self._file, self._picture = file, picture
+    def __init__(self, file: SecretFile, picture: RouterState, changes: FileChanges) -> None:
+        self._file, self._picture, self._changes = file, picture, changes
+        self._leaving: set[tuple[str, str]] = set()  # tenant and name: they are not there, or will be again
 
-    def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
+    async def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
         """Raises HttpError."""
         tenant = self._tenant(caller, act.tenant, act)
-        with written("secrets"):
-            match act:
-                case a.Secrets():
+        match act:
+            case a.Secrets():
+                with told("secrets"):
                     found = [each for each in self._file.all() if tenant in ("", each.tenant)]
-                    rows = [each.shown() | {"functions": self._users(each.tenant, each.name)} for each in found]
-                    return {"secrets": sorted(rows, key=lambda row: (row["tenant"], row["name"]))}
-                case a.SetSecret(name=name, value=value):
-                    self._file.set(tenant, name, value, caller.name, time.time())
-                    return {"set": name, "tenant": tenant, "functions": self._users(tenant, name)}
-                case a.RemoveSecret(name=name):
-                    if users := self._users(tenant, name):
-                        text = f"{name!r} is used by {', '.join(users[:5])}; deploy these without it, or remove them"
-                        raise refuse(409, "secret_used", text)
-                    if not self._file.remove(tenant, name):
-                        raise refuse(404, "unknown_secret", unknown(name, tenant))
-                    return {"removed": name, "tenant": tenant}
+                rows = [each.shown() | {"functions": self._users(each.tenant, each.name)} for each in found]
+                return {"secrets": sorted(rows, key=lambda row: (row["tenant"], row["name"]))}
+            case a.SetSecret(name=name, value=value):
+                await self._changes.make("secrets", self._file.set, tenant, name, value, caller.name, time.time())
+                return {"set": name, "tenant": tenant, "functions": self._users(tenant, name)}
+            case a.RemoveSecret(name=name):
+                if users := self._users(tenant, name):
+                    text = f"{name!r} is used by {', '.join(users[:5])}; deploy these without it, or remove them"
+                    raise refuse(409, "secret_used", text)
+                await self._remove(tenant, name)
+                return {"removed": name, "tenant": tenant}
+
+    async def _remove(self, tenant: str, name: str) -> None:
+        """Raises HttpError. No function that is deployed meanwhile is given it."""
+        self._leaving.add((tenant, name))
+        try:
+            removed = await self._changes.make("secrets", self._file.remove, tenant, name)
+        finally:
+            self._leaving.discard((tenant, name))
+        if not removed:
+            raise refuse(404, "unknown_secret", unknown(name, tenant))
 
     def may_use(self, caller: Caller, spec: FunctionSpec) -> None:
         """Whether the caller may deploy a function with these secrets, which are all there. Raises HttpError."""
@@ -59,14 +68,17 @@ class Vault:
 
     def has(self, spec: FunctionSpec) -> None:
         """Raises HttpError if one of them is missing."""
-        with written("secrets"):
+        with told("secrets"):
             names = self._file.names(spec.tenant) if spec.secrets else set()
         for name in spec.secrets:
-            if name not in names:
+            if name not in names or (spec.tenant, name) in self._leaving:
                 raise refuse(400, "unknown_secret", unknown(name, spec.tenant))
 
     def values(self, spec: FunctionSpec) -> dict[str, str]:
         """The secrets of an instance. Raises ConfigError."""
+        for name in spec.secrets:
+            if (spec.tenant, name) in self._leaving:
+                raise ConfigError(unknown(name, spec.tenant))
         return self._file.values(spec.tenant, spec.secrets)
 
     def _tenant(self, caller: Caller, tenant: str, act: a.Act) -> str:
@@ -104,15 +116,3 @@ def variables_file(spec: FunctionSpec, secrets: dict[str, str]) -> int:
         os.close(fd)
         raise
     return fd
-
-
-@contextmanager
-def written(what: str) -> Iterator[None]:
-    """What goes wrong with the file of secrets, or of keys, as an answer."""
-    try:
-        yield
-    except ConfigError as error:
-        raise refuse(400, "bad_request", str(error)) from None
-    except OSError as error:
-        text = f"the file of {what} cannot be written: {error.strerror}; nothing was changed; free space on its disk"
-        raise refuse(507, "not_kept", text) from None

@@ -58,4 +58,7 @@ class KeptVersions:
     def _remove_environments(self) -> None:
         specs = [each.spec for name in self._history.names() for each in self._history.of(name)]
         specs += [instance.spec for instance in self._picture.instances.values()]
-        self._environments.remove_unused({spec.environment for spec in specs})
+        tenants: dict[str, set[str]] = {}
+        for spec in specs:
+            tenants.setdefault(spec.environment, set()).add(spec.tenant)
+        self._environments.remove_unused(tenants)

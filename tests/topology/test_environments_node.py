@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def _packages(folder: Path) -> PackageIndex:
     index.wheel("gpu-only", "1.0", {"gpu_only.py": ""}, requires=("nvidia-cublas-cu12",))
     index.wheel("nvidia-cublas-cu12", "12.0", {"nvidia/cublas/lib.so": "x"})
     index.wheel("escape", "1.0", {"escape.py": "", "../../../escaped.py": "raise SystemExit"})
+    index.wheel("absolute", "1.0", {"absolute.py": "", "/tmp/escaped.py": "raise SystemExit"})
+    index.wheel("linked", "1.0", {"linked.py": ""}, links={"linked_to.txt": "/etc/hostname"})
+    index.wheel("linked-folder", "1.0", {"linked_folder.py": "", "out/escaped.py": ""}, links={"out": "../../.."})
+    index.wheel("bomb", "1.0", {"bomb/data.txt": "0" * (64 << 20)})
+    index.wheel("bombs", "1.0", {f"bombs/{number}.txt": "0" * (1 << 20) for number in range(40)})
     index.wheel("other-numpy", "1.0", {"other_numpy.py": ""}, requires=("numpy==1.0",))
     index.wheel("numpy", "1.0", {"numpy/__init__.py": ""})
     index.wheel("large", "1.0", {"large/data.txt": "0123456789abcdef" * (200 << 10)})
@@ -112,6 +118,55 @@ def stay():
 """ + BACKEND.replace("    info =", "    stay()\n    info =").replace("built-", "sly-").replace(
     "Name: built", "Name: sly"
 )
+
+
+PROWL = """
+import os, signal, subprocess
+STATE, RUN, ROUTER = {state!r}, {run!r}, {router}
+def tried(act):
+    try:
+        return act() or "done"
+    except OSError as error:
+        return type(error).__name__
+def write(path):
+    with open(path, "w") as file:
+        file.write("prowled")
+def prowl():
+    acts = dict(
+        state=lambda: str(os.listdir(STATE)),
+        secrets=lambda: open(STATE + "/secrets.json").read(),
+        key=lambda: open(STATE + "/secrets.key").read(),
+        other=lambda: str(os.listdir(STATE + "/functions/other")),
+        run=lambda: str(os.listdir(RUN + "/t")),
+        admin=lambda: __import__("socket").socket(1).connect(RUN + "/admin"),
+        environ=lambda: open(f"/proc/{{ROUTER}}/environ").read(),
+        signal=lambda: os.kill(ROUTER, 0),
+        python=lambda: write(os.path.join(os.path.dirname(os.__file__), "prowled.py")),
+        system=lambda: write("/usr/prowled"),
+        root=lambda: os.setuid(0) if os.getuid() else None,
+        mount=lambda: os.unshare(0x20000) if hasattr(os, "unshare") else os.chroot("/"),
+        device=lambda: os.mknod("/environment/null", 0o20666, os.makedev(1, 3)),
+    )
+    return {{name: tried(act) for name, act in acts.items()}}
+""" + BACKEND.replace('"built.py": f"', '"prowl.py": f"SAW = {prowl()}; ').replace("built-", "prowl-").replace(
+    "Name: built", "Name: prowl"
+).replace("{", "{{").replace("}", "}}")
+HOARD = """
+import os, socket, time
+def hoard():
+    held = []
+    for number in range(5):
+        path = os.path.join(os.environ["DORMOUSE_ENVIRONMENT"], f"hoard{{number}}")
+        held.append(os.open(path, os.O_RDWR | os.O_CREAT))
+        os.unlink(path)
+        for _ in range(12):
+            os.write(held[-1], bytes(1 << 20))
+    with socket.create_connection(("127.0.0.1", {port})) as ours:
+        ours.sendall(b"%d" % sum(os.fstat(fd).st_size for fd in held))
+        while True:
+            time.sleep(60)
+hoard()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +243,8 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
         ("other-numpy", "version_held", "is in use, and another cannot be: The conflict is caused by: other-numpy 1.0"),
         ("gpu-only", "cuda_refused", "nvidia-cublas-cu12 12.0, a part of CUDA"),
         ("escape", "build_failed", "outside the target directory"),
+        ("absolute", "build_failed", "outside the target directory"),
+        ("linked-folder", "build_failed", "Is a directory"),
         ("deep", "bad_wheel", "more than 100 folders in one another"),
         ("--index-url http://127.0.0.1:1/", "bad_requirements", "is an option of pip"),
     ],
@@ -226,6 +283,94 @@ def test_code_of_packages_cannot_have_another_folder_taken_for_what_it_builds(in
         assert (after.st_mode, after.st_uid, after.st_ino) == (before.st_mode, before.st_uid, before.st_ino)
         assert list((node.state / "environments").iterdir()) == []
         assert node.result("other", 0) == 1
+
+
+def test_code_of_packages_reaches_nothing_of_the_node_or_of_others(index: PackageIndex) -> None:
+    """It runs, and says what it could do."""
+    config = f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n'
+    with running_node(config, node='tenants = "many"\n') as node:
+        if not {"own-uid", "pid", "mount"} <= set(node.status()["node"]["confinement"].split("+")):
+            pytest.skip("builds are not confined here")
+        node.deployed("other", "def handle(state, request):\n    return 1\n", tenant="other")
+        node.admin.set_secret("other", "TOKEN", "of the other tenant")
+        backend = PROWL.format(state=str(node.state), run=str(node.run), router=node.pids()["router"])
+        index.sources("prowl", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": backend})
+        source = "import prowl\ndef handle(state, request):\n    return prowl.SAW\n"
+        node.deployed("f", source, requirements="prowl", allow_build=True, tenant="sly")
+        absent = dict.fromkeys(("state", "secrets", "key", "other", "run", "admin", "environ"), "FileNotFoundError")
+        assert node.result("f", 0) == absent | {
+            "signal": "ProcessLookupError",
+            "python": "OSError",
+            "system": "OSError",
+            "root": "PermissionError",
+            "mount": "PermissionError",
+            "device": "PermissionError",
+        }
+
+
+def test_files_that_a_build_has_open_and_removed_count(index: PackageIndex) -> None:
+    """By no look at its folder they could be seen."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as told,
+        tempfile.TemporaryDirectory(prefix="dm") as directory,
+    ):
+        setup = HOARD.format(port=told.getsockname()[1])
+        index.sources("hoard", "1.0", setup)
+        os.chmod(directory, 0o755)
+        own = f'index = "{index.url}"\nbuilds = true\nsize = "16MiB"\ntime_ms = 300000\n'
+        node = TestNode(Path(directory), f'{GPU}[limits]\ndisk = "0"\n[environments]\n{own}')
+        node.state.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(node.state)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        told.settimeout(WAIT_S)
+        try:
+            with kept_running(node), ThreadPoolExecutor(1) as thread:
+                node.deployed("f", FUNCTION, requirements="colours==1.0")
+                answer = thread.submit(node.deploy, "f", FUNCTION, requirements="hoard", allow_build=True)
+                with told.accept()[0] as theirs:
+                    theirs.settimeout(WAIT_S)
+                    assert int(theirs.recv(100)) == 60 << 20, "it has as much as it wanted, and no name of it"
+                    assert theirs.recv(100) == b"", "then it is ended"
+                refused = answer.result(WAIT_S)
+                assert (refused.status, refused.code) == (413, "environment_too_large"), refused
+                assert "code of a package keeps files that it has removed" in refused.message
+                disk = os.statvfs(node.state)
+                assert disk.f_bavail * disk.f_frsize > 140 << 20, "it keeps nothing"
+                assert node.result("f", 0) == ["1.0", 3.0]
+                assert [path.name for path in (node.state / "environments").glob(".[0-9]*")] == []
+        finally:
+            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
+
+
+def test_a_link_in_a_wheel_is_text(node: TestNode) -> None:
+    """Else its function, or another of the tenant, could be given what the node can read."""
+    source = """
+    import os, linked
+    def handle(state, request):
+        path = os.path.join(os.path.dirname(linked.__file__), "linked_to.txt")
+        return [os.path.islink(path), open(path).read()]
+    """
+    node.deployed("reads", source, requirements="linked")
+    assert node.result("reads", 0) == [False, "/etc/hostname"]
+    assert node.remove("reads").status == 200
+
+
+def test_a_tenant_fills_its_own_part_alone(index: PackageIndex) -> None:
+    config = f'{GPU}[limits]\nversions = 0\n[environments]\nindex = "{index.url}"\ntenant_store = "4MiB"\n'
+    with running_node(config, node='tenants = "many"\n') as node:
+        node.deployed("first", FUNCTION, requirements="large\ncolours==1.0", tenant="shop")
+        node.deployed("first", FUNCTION, requirements="large\ncolours==1.0", tenant="shop")
+        refused = node.deploy("second", FUNCTION, requirements="large\ncolours==2.0", tenant="shop")
+        assert (refused.status, refused.code) == (507, "environments_full"), refused
+        assert "the libraries of tenant 'shop' have " in refused.message
+        assert "may have 4,194,304 ([environments] tenant_store); remove functions" in refused.message
+        node.wait(lambda: _kept(node) == 1, WAIT_S, "what was refused to go")
+        node.deployed("third", FUNCTION, requirements="large\ncolours==2.0", tenant="bank")
+        assert [node.result(name, 0)[0] for name in ("first", "third")] == ["1.0", "2.0"]
+        assert node.remove("first").status == 200
+        node.deployed("second", FUNCTION, requirements="large\ncolours==2.0", tenant="shop")
+        assert node.result("second", 0) == ["2.0", 3.0]
 
 
 def test_requirements_are_read_in_bounds(node: TestNode) -> None:
@@ -300,6 +445,10 @@ def test_a_build_is_bounded_in_time_and_in_bytes(index: PackageIndex) -> None:
         answer = node.deploy("f", FUNCTION, requirements="large\ncolours")
         assert (answer.status, answer.code) == (413, "environment_too_large")
         assert list((node.state / "environments").iterdir()) == []
+        for name in ("bomb", "bombs"):
+            answer = node.deploy("f", FUNCTION, requirements=f"{name}\ncolours")
+            assert (answer.status, answer.code) == (413, "environment_too_large"), answer
+            assert list((node.state / "environments").iterdir()) == []
         node.deployed("f", FUNCTION, requirements="colours==1.0")
 
 

@@ -1,8 +1,11 @@
 """Variables and secrets of functions on a real node: who is given them, and that nobody else can read them."""
 
 import os
+import resource
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from dormouse.core.node import procfs
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,7 +37,7 @@ def handle(found, request):
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    config = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\nversions = 2\n'
+    config = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\nversions = 2\n[record]\npath = "recording"\n'
     with running_node(config, node='tenants = "many"\nopen_loopback = true') as running:
         yield running
 
@@ -77,6 +80,7 @@ def test_a_function_has_its_secrets_and_nobody_sees_them(node: TestNode) -> None
     said.append(node.admin.requests("f", "", 50))
     assert VALUE not in repr(said)
     assert VALUE[:9] not in log
+    node.wait(lambda: (node.state / "recording").stat().st_size > 1000, 60, "the recording to be written")
     assert _anywhere(node, VALUE) == []
     assert node.admin.versions("f")[0]["env"] == ["MODE", "PLAIN"]
     assert node.admin.versions("f")[0]["secrets"] == ["TOKEN"]
@@ -149,6 +153,140 @@ def test_a_key_reaches_the_secrets_of_its_tenant_alone(node: TestNode) -> None:
     lines = (node.state / "logs" / "audit.log").read_text()
     assert '"secret set"' in lines
     assert "value of the shop" not in lines
+
+
+PEM = "-----BEGIN KEY-----\nfirst line of it\n\tsecond, 'quoted' \\ line\n-----END KEY-----\n"
+
+
+def test_a_secret_of_several_lines_comes_as_it_is_and_is_not_shown(node: TestNode) -> None:
+    node.admin.set_secret("", "PEM", PEM)
+    source = """
+    import os
+    def handle(state, request):
+        print("it is", os.environ["PEM"], flush=True)
+        if request:
+            raise ValueError(os.environ["PEM"])
+        return os.environ["PEM"]
+    """
+    node.deployed("lines", source, secrets=("PEM",))
+    assert node.result("lines", 0) == PEM
+    failed = node.invoke("lines", 1)
+    assert failed.code == "function_raised"
+    assert "ValueError: [secret PEM]" in failed.message
+    node.wait(lambda: node.log_of("lines").count("it is [secret PEM]") == 2, 60, "what was printed")
+    for text in (failed.message, node.log_of("lines")):
+        assert not any(line.strip() in text for line in PEM.splitlines())
+    assert _anywhere(node, "first line of it") == []
+    assert node.remove("lines").status == 200
+    node.admin.remove_secret("", "PEM")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "code", "says"),
+    [
+        ("NUL", "before\0after", 400, "bad_request", "4 to 32,768 bytes without NUL; this has 12"),
+        ("LARGE", "x" * 32_769, 400, "bad_request", "this has 32,769"),
+        ("LARGE", "x" * (1 << 20), 413, "body_too_large", "a secret may have 32,768"),
+        ("NEW\nLINE", VALUE, 400, "bad_request", "cannot be a secret's name"),
+        ("LD-PRELOAD", VALUE, 400, "bad_request", "cannot be a secret's name"),
+        ("A" * 65, VALUE, 400, "bad_request", "cannot be a secret's name"),
+        ("", VALUE, 400, "bad_request", "cannot be a secret's name"),
+    ],
+)
+def test_what_cannot_be_a_secret_is_refused_and_not_repeated(
+    node: TestNode, name: str, value: str, status: int, code: str, says: str
+) -> None:
+    before = node.admin.secrets()
+    with pytest.raises(CallRefused, match=says) as caught:
+        node.admin.set_secret("", name, value)
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert value[:20] not in str(caught.value)
+    assert node.admin.secrets() == before
+
+
+@pytest.mark.parametrize("name", ["", "A=B", "A\nB", "A\0", "1A", "\u00c4", "A" * 65, "A B"])
+def test_what_is_no_name_of_a_variable_is_refused(node: TestNode, name: str) -> None:
+    answer = node.deploy("g", FUNCTION, env={name: "value"})
+    assert (answer.status, answer.code) == (400, "bad_request")
+    assert "cannot be the name of an environment variable" in answer.message
+
+
+def test_a_neighbour_finds_no_secret_of_another_tenants(node: TestNode) -> None:
+    """Whose instance, and a program that it has started, live meanwhile."""
+    victim = """
+    import os, resource, subprocess, sys
+    def load():
+        words = [sys.executable, "-c", "input()"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE), bytearray(os.environ["TOKEN"].encode())
+    def handle(state, request):
+        if request == "dump":
+            os.kill(state[0].pid, 6)
+            return [state[0].wait(), *resource.getrlimit(resource.RLIMIT_CORE)]
+        return [state[0].poll(), open(f"/proc/{state[0].pid}/environ").read().count(os.environ["TOKEN"])]
+    """
+    prowler = """
+    import os
+    def handle(state, value):
+        found, seen = [], 0
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            for name in ("environ", "cmdline", "maps", "mem"):
+                try:
+                    with open(f"/proc/{pid}/{name}", "rb") as file:
+                        seen += 1
+                        if value.encode() in (file.read(1 << 20) if name != "mem" else b""):
+                            found.append([pid, name])
+                except OSError:
+                    pass
+        for folder in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"), "/function"):
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                if os.path.isfile(path) and value.encode() in open(path, "rb").read():
+                    found.append(path)
+        return [found, seen >= 3]
+    """
+    node.admin.set_secret("bank", "TOKEN", VALUE)
+    node.deployed("victim", victim, tenant="bank", secrets=("TOKEN",))
+    node.deployed("prowler", prowler, tenant="shop")
+    assert node.result("victim", 0) == [None, 1], "it is there to be found"
+    assert node.result("prowler", VALUE) == [[], True]
+    for pid in node.descendants():
+        assert VALUE.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    most = 0 if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 else 1
+    dumped = node.result("victim", "dump")
+    assert dumped == [-6, most, most], "neither a file nor a program of the machine takes a core of one byte"
+    for name in ("victim", "prowler"):
+        assert node.remove(name).status == 200
+    node.admin.remove_secret("bank", "TOKEN")
+
+
+def test_a_full_disk_takes_no_secret_and_loses_none() -> None:
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)
+        node = TestNode(Path(directory), '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\ndisk = "0"\n')
+        node.state.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(node.state)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        try:
+            with kept_running(node):
+                node.admin.set_secret("", "TOKEN", VALUE)
+                node.deployed("f", FUNCTION, secrets=("TOKEN",))
+                filled = node.state / "filled"
+                with filled.open("wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+                for name in ("TOKEN", "OTHER"):
+                    with pytest.raises(CallRefused, match="nothing was changed; free space on its disk") as caught:
+                        node.admin.set_secret("", name, "another value " * 2000)
+                    assert (caught.value.status, caught.value.code) == (507, "not_kept")
+                assert node.result("f", 0)["TOKEN"] == VALUE
+                assert [row["name"] for row in node.admin.secrets()] == ["TOKEN"]
+                filled.unlink()
+                assert node.restart("f").status == 200
+                node.wait(lambda: bool(node.result("f", 0)["TOKEN"] == VALUE), 60, "the function to be back")
+                node.admin.set_secret("", "OTHER", "another value")
+        finally:
+            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
 
 
 def test_a_node_without_its_key_says_so_and_serves_the_others(node: TestNode) -> None:

@@ -114,7 +114,7 @@ def taken_over(node: TestNode) -> None:
 
 
 def ask(node: TestNode, told: Callable[[str], None]) -> None:
-    nodeprocess.replace(str(node.file), None, (), 300.0, told)
+    nodeprocess.replace(str(node.file), None, None, (), 300.0, told)
 
 
 def test_two_who_ask_at_once() -> None:

@@ -27,7 +27,7 @@ from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node import adminclient, cli, cli_deploy, cli_frame, doctor, nodeprocess
+from dormouse.core.node import adminclient, cli, cli_deploy, cli_dev, cli_frame, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.statusview import OVERVIEW
@@ -36,6 +36,7 @@ from dormouse.core.paths import StatePaths
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ProcessFailed
 from dormouse.schemas.messages import AnswerBegun, FunctionSpec, LlmSettings, PoolStats, TokenCounts
 
 FUNCTION = {
@@ -935,7 +936,7 @@ def test_up_with_another_run_directory_than_its_files(dormouse: Any, tmp_path: P
     file.write_text(f'[node]\nrun = "{tmp_path}/own"\nstate = "{tmp_path}/state"\n')
     result = dormouse("--run", str(tmp_path / "written"), "up", str(file))
     assert result.status == 2
-    assert f"--run names {tmp_path}/written, but this node's is {tmp_path}/own" in result.err
+    assert f"--run names {tmp_path}/written, but this node's is {tmp_path}/own ([node] run of its file)" in result.err
     assert not (tmp_path / "state").exists()
 
 
@@ -952,6 +953,49 @@ def test_a_node_that_runs_already(dormouse: Any, run: Path, tmp_path: Path) -> N
         result = dormouse("up", str(file))
     assert result.status == 1
     assert f"runs already (pid {supervisor.pid})" in result.err
+
+
+@pytest.mark.parametrize("words", [[], ["--node", "default"]])
+def test_up_goes_where_the_environment_says_and_other_commands_look(
+    dormouse: Any, run: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not if the command names a node."""
+    started: list[tuple[str | None, str | None, str | None]] = []
+
+    def start(file: str | None, node: str | None, run: str | None, options: list[str]) -> None:
+        started.append((file, node, run))
+        raise ProcessFailed("far enough")
+
+    monkeypatch.setattr(nodeprocess, "start", start)
+    assert dormouse(*words, "up").status == 1
+    assert started == [(None, "default", None) if words else (None, None, str(run))]
+
+
+def test_a_run_directory_is_that_of_the_node_file_then_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named, other = tmp_path / "named.toml", tmp_path / "other.toml"
+    named.write_text('[node]\nrun = "/own"\n')
+    other.write_text('[node]\nname = "other"\n')
+    places = [nodeprocess.config_of(str(file), None, "here").run_directory for file in (named, other)]
+    assert places == [Path("/own"), tmp_path / "here"]
+    assert nodeprocess.config_of(None, None, "here").run_directory == tmp_path / "here"
+    assert nodeprocess.config_of(str(other), None).run_directory == cli_frame.run_directory(None, "other")
+    assert nodeprocess._placed("here") == ["--run", str(tmp_path / "here")]
+
+
+def test_dev_has_the_options_of_deploy() -> None:
+    """All that are of functions, with the same defaults."""
+    deploy, dev = (
+        {option.name: option.default for option in command.params if isinstance(option, click.Option)}
+        for command in (cli_deploy.deploy, cli_dev.dev)
+    )
+    of_models = {"llm", "lora", "base", *cli_deploy.OF_MODELS}
+    assert dev == {name: default for name, default in deploy.items() if name not in of_models | {"json_"}} | {
+        "name": dev["name"]
+    }
+    assert {"env", "env_file", "secrets", "requirements", "allow_build", "network", "tenant", "batch"} <= dev.keys()
 
 
 def test_another_process_that_has_a_dead_nodes_pid_is_left_alone(dormouse: Any, run: Path) -> None:

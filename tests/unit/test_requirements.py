@@ -2,7 +2,14 @@
 
 import pytest
 
-from dormouse.core.requirements import MOST_LINES, MOST_NBYTES, RequirementsRefused, checked, of_project
+from dormouse.core.requirements import (
+    MOST_LINES,
+    MOST_NBYTES,
+    MOST_PARTS,
+    RequirementsRefused,
+    checked,
+    of_project,
+)
 
 TORCH = "2.13.0+cpu"
 
@@ -51,6 +58,14 @@ def test_what_is_not_for_here_is_not_looked_at() -> None:
         ('colours; os_name ~= "x"', "bad_requirements", "is no requirement"),
         ('colours; "a" === "b"', "bad_requirements", "is no requirement"),
         (f"torch==1.{'9' * 5000}", "bad_requirements", "is no requirement"),
+        (f"torch=={'9' * 5000}", "bad_requirements", "is no requirement"),
+        (f"colours; python_version < '{'9' * 5000}'", "bad_requirements", "is no requirement"),
+        ("colours\x0b--index-url=http://evil.example", "bad_requirements", "is an option of pip"),
+        ("colours\u2028-r more.txt", "bad_requirements", "is an option of pip"),
+        ("colours\r-e .", "bad_requirements", "is an option of pip"),
+        ("colours --pre", "bad_requirements", "is no requirement"),
+        ("colours==1 --hash=sha256:zz", "bad_requirements", "is no requirement"),
+        ("c\u043elours", "bad_requirements", "is no requirement"),
         (f'colours; {"(" * 5000}os_name == "a"{")" * 5000}', "bad_requirements", "is no requirement"),
     ],
 )
@@ -68,12 +83,32 @@ def test_requirements_are_bounded() -> None:
 def test_of_a_project_its_dependencies_count() -> None:
     assert of_project('[project]\nname = "f"\ndependencies = ["colours>=1", "rich"]\n') == "colours>=1\nrich\n"
     assert of_project("[tool.other]\nx = 1\n") == ""
-    for text in (
-        "[project\n",
-        f"x = {'[' * 5000}{']' * 5000}",
-        f"x = {'9' * 5000}",
-        '[project]\ndependencies = "rich"\n',
-        '[project]\ndependencies = ["a\\nb"]\n',
-    ):
-        with pytest.raises(RequirementsRefused, match=r"pyproject\.toml"):
-            of_project(text)
+    assert of_project('[project]\ndynamic = ["version"]\n') == ""
+    assert of_project('\ufeff[project]\ndependencies = ["colours"]\n') == "colours\n"
+    assert of_project(f"[{'.'.join('a' * MOST_PARTS)}]\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[project\n", "is not TOML"),
+        (f"x = {'[' * 5000}{']' * 5000}", "is not TOML"),
+        (f"x = {'{a=' * 5000}1{'}' * 5000}", "is not TOML"),
+        (f"x = {'9' * 5000}", "is not TOML"),
+        ("project = 3\n", "is no table"),
+        ("[[project]]\n", "is no table"),
+        ('[project]\ndependencies = "rich"\n', "is no list of lines of text"),
+        ("[project]\ndependencies = [1]\n", "is no list of lines of text"),
+        ('[project]\ndependencies = ["a\\nb"]\n', "is no list of lines of text"),
+        ("[project.dependencies]\nrich = 1\n", "is no list of lines of text"),
+        ('[project]\ndynamic = ["dependencies"]\n', "its dependencies are dynamic, and nothing of it is run here"),
+        (f"{'a.' * 100_000}b = 1\n", "a name of more than 32 parts"),
+        (f"""x = {{ {"'a' . " * 40_000}b = 1 }}\n""", "a name of more than 32 parts"),
+        (f'[{"a ." * MOST_PARTS}"b"]', "a name of more than 32 parts"),
+    ],
+)
+def test_an_odd_project_is_refused(text: str, says: str) -> None:
+    with pytest.raises(RequirementsRefused, match=r"pyproject\.toml") as caught:
+        of_project(text)
+    assert caught.value.code == "bad_requirements"
+    assert says in str(caught.value)

@@ -78,3 +78,15 @@ def test_a_name_without_a_file_is_refused() -> None:
     refused = CliRunner().invoke(cli, ["--node", "chat", "install-service"])
     assert refused.exit_code == 2
     assert "[node] name = 'chat'" in refused.stderr
+
+
+def test_it_starts_the_node_that_up_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service has no environment of a shell."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("DORMOUSE_RUN", "/from/the environment")
+    command = settings(CliRunner().invoke(cli, ["install-service"]).stdout)["ExecStart"]
+    assert command.endswith(' --run "/from/the environment" up --foreground')
+    (tmp_path / "node.toml").write_text('[node]\nrun = "/own"\n')
+    command = settings(CliRunner().invoke(cli, ["install-service", str(tmp_path / "node.toml")]).stdout)["ExecStart"]
+    assert command.endswith(f"/dormouse up --foreground {tmp_path}/node.toml")
