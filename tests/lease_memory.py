@@ -11,16 +11,9 @@ from dormouse.core.memory.pools.regions import Regions
 from dormouse.gpuserver.lease import effects as o
 
 UNIT: Final = 512  # what pools round to
-
-
 SEGMENTS: Final = 6  # that models share
-
-
 ODD: Final = 100  # no segment is a whole number of units
-
-
 WRONG: Final = -1  # bytes that are nobody's, or of several
-
 
 POOLS: Final[dict[str, Callable[[], Pool]]] = {
     "regions": lambda: Regions(12 * UNIT),

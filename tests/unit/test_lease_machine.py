@@ -35,13 +35,8 @@ PROGRAMS: Final[list[list[list[Any]]]] = [
     [["end", True]],
 ]
 
-
 NAMES: Final = "abcd"
-
-
 CHOICE = st.integers(0, 11)
-
-
 MODEL = st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=4, unique=True)
 
 
@@ -205,6 +200,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-
-
 TestLeases.settings = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)

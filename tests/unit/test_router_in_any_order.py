@@ -14,8 +14,6 @@ from dormouse.router.decisions.state import InstanceState, Phase, RouterState, m
 from dormouse.schemas import messages as m
 
 NAMES = ("f", "g", "s", "c", "b")
-
-
 GPUS = 3
 
 
@@ -340,6 +338,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
-
-
 TestRouterMachine = pytest.mark.timeout(900)(RouterMachine.TestCase)

@@ -13,7 +13,6 @@ from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 
-
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
     st.tuples(st.just("batch"), st.sampled_from(INSTANCES), st.integers(1, 4), st.booleans()),
