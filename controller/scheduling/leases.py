@@ -3,6 +3,7 @@ answered. One that is not given back in time after it was revoked costs its exec
 """
 
 from collections import deque
+from math import inf
 from typing import Final
 
 from dormouse.controller.scheduling.events import (
@@ -25,8 +26,6 @@ MAX_OVER: Final = 64
 COPIED_BEFORE: Final = 0.8
 """Of the time of a first step: copies that took less were not what it waited for."""
 
-INFINITY: Final = float("inf")
-
 
 class GrantedLeases:
     """Those of all GPUs; ``gpus`` and ``models`` are the scheduler's. One that was revoked is to be given back within
@@ -45,7 +44,7 @@ class GrantedLeases:
     @property
     def due_s(self) -> float:
         """When the next should have been given back."""
-        due_s, owed = INFINITY, self._owed
+        due_s, owed = inf, self._owed
         while owed and owed[0][1].over:
             owed.popleft()
         if owed:
@@ -145,7 +144,7 @@ class GrantedLeases:
     def kill_silent(self, now_s: float, actions: list[Action]) -> None:
         for serial, running in sorted(self._revoked.items()):
             if running.revoked_until_s is not None and running.revoked_until_s <= now_s:
-                running.revoked_until_s = INFINITY  # said once; the sentinel tells the rest
+                running.revoked_until_s = inf  # said once; the sentinel tells the rest
                 number = running.lease.gpu
                 text = f"lease {serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self._gpus[number].epoch, text))

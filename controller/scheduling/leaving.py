@@ -2,6 +2,7 @@
 until it is over. The executor is told to end when the last one is, or when they have had LEAVE_S.
 """
 
+from math import inf
 from typing import Final
 
 from dormouse.controller.scheduling.events import Action, ExecutorLeaves, RetireExecutor
@@ -10,8 +11,6 @@ from dormouse.controller.scheduling.turns import FreeTurns
 
 LEAVE_S: Final = 30.0
 """Few requests take longer, and all others wait for the last of them."""
-
-INFINITY: Final = float("inf")
 
 
 class LeavingGpus:
@@ -25,7 +24,7 @@ class LeavingGpus:
 
     @property
     def due_s(self) -> float:
-        return min(self.until_s.values()) if self.until_s else INFINITY
+        return min(self.until_s.values()) if self.until_s else inf
 
     def begin(self, event: ExecutorLeaves, now_s: float) -> None:
         gpu = self._gpus.get(event.gpu)
@@ -40,6 +39,6 @@ class LeavingGpus:
         """Those that nothing keeps any more."""
         for number, until_s in self.until_s.items():
             gpu = self._gpus[number]
-            if until_s < INFINITY and (not gpu.leases or until_s <= now_s):
-                self.until_s[number] = INFINITY
+            if until_s < inf and (not gpu.leases or until_s <= now_s):
+                self.until_s[number] = inf
                 actions.append(RetireExecutor(number, gpu.epoch))

@@ -15,6 +15,7 @@ that, for it alone knows who shares a segment. What it has refused is not tried 
 """
 
 from collections.abc import Generator
+from math import inf
 from typing import Final, TypeVar
 
 from dormouse.controller.scheduling.events import (
@@ -63,7 +64,6 @@ MOST_REFUSED: Final = 4096
 MOST_WISHED: Final = 64
 """Functions whose models somebody waits for; who wished first is forgotten."""
 
-INFINITY: Final = float("inf")
 
 Key = TypeVar("Key")
 
@@ -79,7 +79,7 @@ class Preloading:
         self._books, self._topology = books, topology
         self._families = Families(books.models, topology)
         self._on = False
-        self._looked_s = self._now_s = -INFINITY
+        self._looked_s = self._now_s = -inf
         self._looking: Slices[None] | None = None
         self._found: tuple[Gpu, Model] | None = None  # what is to come, and where
         self._plans: dict[int, tuple[Holding, Generator[int | Model, None, None]]] = {}  # by GPU: what comes next there
@@ -87,12 +87,12 @@ class Preloading:
         self._refused: dict[tuple[int, str], float] = {}  # by GPU and function: until when
         self._wished: dict[str, float] = {}  # by function: until when somebody waits for it
         self._opened: dict[tuple[int, str], float] = {}  # by GPU and runtime
-        self.due_s = INFINITY
+        self.due_s = inf
 
     def choose(self, policy: Policy, placement: Placement) -> None:
         self._on = policy.preload and not placement.binds  # whose models never leave
         self.placement = placement
-        self.due_s, self._looking = INFINITY, None
+        self.due_s, self._looking = inf, None
         self._plans.clear()
         if self._on:
             self._families.touch_all()
@@ -156,7 +156,7 @@ class Preloading:
 
     def _stir(self, now_s: float) -> None:
         """Something is over or has come: a GPU may be idle, and have room."""
-        if self.due_s == INFINITY:
+        if self.due_s == inf:
             pause_s = PLAN_S * max(1.0, len(self._books.models) / MANY)
             self.due_s = max(now_s + REST_S, self._looked_s + pause_s)
 
@@ -196,7 +196,7 @@ class Preloading:
         """Go on with a look, or begin one: at GPUs to which something has just come, or at all that are idle, those
         with most room first.
         """
-        self.due_s, self._now_s = INFINITY, now_s
+        self.due_s, self._now_s = inf, now_s
         if self._looking is None and not self._begin_look(now_s, waits):
             return
         assert self._looking is not None
@@ -277,7 +277,7 @@ class Preloading:
         models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
         worth = [
             (
-                INFINITY
+                inf
                 if model.instance == coming and model.function.name in self._wished
                 else per_byte(model, self._topology, self._looked_s),
                 model.instance,

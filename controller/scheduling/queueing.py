@@ -5,6 +5,7 @@ its instance. All the rest are in the policy's order.
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -16,8 +17,6 @@ from dormouse.controller.scheduling.state import Gpu, Model, Waiting
 from dormouse.controller.scheduling.tenant_orders import TenantOrders
 from dormouse.controller.scheduling.topology import Bandwidths
 from dormouse.schemas.policy import Policy
-
-INFINITY: Final = float("inf")
 
 _number: Final = attrgetter("request")
 _arrived: Final = attrgetter("arrived_s", "request")
@@ -42,11 +41,11 @@ class Queue:
         self._updated_s = 0.0
         self._holding: set[int] = set()  # GPUs that requests are held for
         self._postponed: dict[int, float] = {}  # of these, where one waits though a turn is to be had, and until when
-        self.held_until_s = INFINITY
+        self.held_until_s = inf
         self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
         self._contending: dict[str, OrderedDict[int, Waiting]] = {}  # by tenant, without those that are rationed
         self._rationed: list[Waiting] = []
-        self.rations_s = INFINITY  # when some of those are to be considered again, if one may be woken then
+        self.rations_s = inf  # when some of those are to be considered again, if one may be woken then
         self.shares = Shares(gpus)
         self.order = TenantOrders(ORDER_CLASSES[policy.order], topology, self.shares)
         self.seniority = Seniority(policy)
@@ -188,7 +187,7 @@ class Queue:
         waiting.rationed = True
         self.contends_no_more(waiting)
         self._rationed.append(waiting)
-        if self.rations_s == INFINITY:
+        if self.rations_s == inf:
             self.rations_s = 0.0
 
     def let_rationed(self, now_s: float, count: int = LOOK) -> None:
@@ -197,7 +196,7 @@ class Queue:
         middle = slice(count // 2, max(count // 2, len(rationed) - count // 2))
         self._rationed = rationed[middle]
         del rationed[middle]
-        self.rations_s = now_s + UPDATE_S if self._rationed else INFINITY
+        self.rations_s = now_s + UPDATE_S if self._rationed else inf
         for waiting in rationed:
             waiting.rationed = False
             self._contend(waiting)
@@ -234,7 +233,7 @@ class Queue:
 
     def _settle(self, now_s: float) -> None:
         """A lease that is overdue already is waited for until it ends."""
-        self.held_until_s = min(self._postponed.values(), default=INFINITY)
+        self.held_until_s = min(self._postponed.values(), default=inf)
         for number in self._holding:
             self.begun(self._gpus[number], now_s)
 
@@ -244,6 +243,6 @@ class Queue:
             for number in sorted(self._holding | self._postponed.keys()):  # one that jumps the order is held nowhere
                 gpu = self._gpus[number]
                 late = gpu.running is not None and gpu.running.overdue_s <= now_s
-                if late or self._postponed.get(number, INFINITY) <= now_s:
+                if late or self._postponed.get(number, inf) <= now_s:
                     self.let_go(gpu, now_s, len(gpu.held))
             self._settle(now_s)

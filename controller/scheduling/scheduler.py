@@ -19,7 +19,8 @@ A lease's states::
 """
 
 import random
-from typing import Final, assert_never
+from math import inf
+from typing import assert_never
 
 from dormouse.controller.scheduling.events import (
     Action,
@@ -81,8 +82,6 @@ from dormouse.controller.scheduling.turns import FreeTurns
 from dormouse.core.batching import BatchRequests
 from dormouse.schemas.messages import Failure
 from dormouse.schemas.policy import DEFAULT, Policy
-
-INFINITY: Final = float("inf")
 
 
 class Scheduler:
@@ -220,7 +219,7 @@ class Scheduler:
         rations_s = max(queue.rations_s, self._rationing.next_s)
         due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s, self._preloading.due_s)
         due_s = min(due_s, self._gathering.due_s)
-        return due_s if due_s < INFINITY else None
+        return due_s if due_s < inf else None
 
     # --- events
 
