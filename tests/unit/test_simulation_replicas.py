@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from streams_world import MB, function, kinds, llm, made, run, watched
 
@@ -248,6 +250,60 @@ def test_a_gpu_that_is_lost_takes_the_batch_of_one_instance_with_it(idempotent: 
     watched(simulation)
     latencies_s = ask(simulation, *STORY)
     assert np.isfinite(latencies_s).tolist() == [True] * 5 + [idempotent]
+
+
+# --- all together
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Simulation, list[tuple[float, int]], bool]:
+    """Models and functions with batches, on few GPUs, which may be lost; and whether they come back."""
+    gpus = draw(st.integers(1, 3))
+    group = draw(st.sampled_from(["", "g"]))
+    chat = several(
+        draw(st.sampled_from([0, 2])), tpot_s=draw(st.sampled_from([0.01, 0.1])), ttft_s=0.3, kv_nbytes=10_000
+    )
+    assert chat.llm is not None
+    adapted = replace(chat.llm, adapter_nbytes=1 * MB, group=group, idle_s=draw(st.sampled_from([0.5, 99.0])))
+    adapter = replace(chat, base="base", base_nbytes=299 * MB, llm=adapted)
+    rows = ModelSpec(
+        name="rows", nbytes=300 * MB, run_s=8.0, per_request_s=0.5, batch=2, max_instances=draw(st.integers(0, 3)),
+        load_s=0.05, idempotent=draw(st.booleans()),
+    )  # fmt: skip
+    models = [chat, adapter, replace(adapter, max_instances=1), rows, function(nbytes=200, run_s=0.3)]
+    faults, back = [], True
+    for gpu in range(gpus):
+        if draw(st.integers(0, 3)) == 0:
+            at_s = draw(st.floats(0.1, 30.0))
+            back_s = draw(st.one_of(st.none(), st.floats(at_s + 0.1, 40.0)))
+            faults.append(Fault(gpu=gpu, at_s=at_s, back_s=back_s))
+            back = back and back_s is not None
+    policy = Policy(preload=draw(st.booleans()), order=draw(st.sampled_from(["fifo", "effort"])))
+    simulation = made(models, *sorted(faults, key=lambda fault: fault.at_s), policy=policy, gpus=gpus, mb=700)
+    asked = []
+    for begins_s in (0.0, 12.0, 200.0):
+        when, who = st.floats(begins_s, begins_s + 4.0), st.integers(0, len(models) - 1)
+        for at_s, number, count in draw(st.lists(st.tuples(when, who, st.integers(1, 9)), max_size=8)):
+            asked += [(at_s, number)] * count
+    return simulation, sorted(asked), back or len(faults) < gpus
+
+
+@given(worlds())
+@settings(max_examples=20, deadline=None)
+def test_what_holds_whatever_is_asked_of_whom(world: tuple[Simulation, list[tuple[float, int]], bool]) -> None:
+    """All that is answered was asked, extras end, and with them what is known of them; a GPU that is there at the end
+    leaves nobody waiting.
+    """
+    simulation, asked, there = world
+    log = watched(simulation)
+    run(simulation, *asked)
+    came, went = [name for _, name in known(log)], [name for _, name in gone(log)]
+    models = set(simulation.core.models)
+    assert all(came.count(name) - went.count(name) == (name in models) for name in came)
+    assert models == set(simulation.gpus[0].residency.models.by_instance)
+    if there:
+        assert {name for name in models if "." in name} == set()
+        assert not simulation.core.waiting
 
 
 # --- scenarios
