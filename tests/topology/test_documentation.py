@@ -38,6 +38,7 @@ HELLO, MOOD = blocks("README.md", "python")
 (COMES,) = blocks("docs/loading.md", "python")
 (LINEAR,) = blocks("docs/concurrency.md", "python")
 (ROWS,) = blocks("docs/batching.md", "python")
+(STEPS,) = blocks("docs/streams.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
 
 
@@ -158,6 +159,36 @@ def test_n9_a_picture_there_and_one_back(node: TestNode, folder: Path) -> None:
         native = np.array(module.handle(module.load(), {"image": upload}))
     assert mine.shape == (30, 30, 3)
     assert np.abs(mine.astype(int) - native).max() <= 1  # rounded
+
+
+def as_written(node: TestNode, command: str) -> str:
+    """What a command of a page prints, all but the port as it stands there."""
+    return subprocess.check_output(command.replace(":8700", f":{node.port}"), shell=True, text=True, timeout=120)
+
+
+def test_answers_in_parts_jobs_and_the_python_client(node: TestNode, folder: Path) -> None:
+    tensors, _ = blocks("docs/open-inference.md", "python")
+    for name, source in (("hello", HELLO), ("steps", STEPS), ("linear", tensors)):
+        (folder / f"{name}.py").write_text(source)
+        dormouse(node, folder, "deploy", name, f"{name}.py")
+    expected = natively(HELLO, folder, {"x": [1, 2, 3, 4]})
+    (command,) = blocks("docs/streams.md", "sh")
+    events = as_written(node, command).split("\n\n")
+    assert [json.loads(event.removeprefix("data: "))["step"] for event in events if event.startswith("data: ")] == [
+        *range(3)
+    ]
+    detached, again = blocks("docs/jobs.md", "sh")
+    head, _, job = as_written(node, detached).replace("\r", "").partition("\n\n")
+    assert head.startswith("HTTP/1.1 202 Accepted\n")
+    answer = json.loads(dormouse(node, folder, "job", json.loads(job)["id"], "--wait"))
+    assert answer["y"] == pytest.approx(expected["y"])
+    assert json.loads(as_written(node, again))["y"] == pytest.approx(expected["y"])
+    (program,) = blocks("docs/python-client.md", "python")
+    assert 'key="dm_..."' in program
+    program = program.replace(":8700", f":{node.port}").replace(', key="dm_..."', "")
+    said = subprocess.check_output([sys.executable, "-P", "-c", program], text=True, timeout=120).splitlines()
+    assert [line.startswith("{'step': ") for line in said[1:4]] == [True] * 3
+    assert said[-1].partition(" ")[2].startswith("{'y': [")
 
 
 def test_what_a_function_takes_is_checked(node: TestNode) -> None:

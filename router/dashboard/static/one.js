@@ -242,7 +242,7 @@ function facts(row) {
     ["each further token", row.llm?.tpot_ms?.p50 ? `p50 ${ms(row.llm.tpot_ms.p50)}, p99 ${ms(row.llm.tpot_ms.p99)}` : ""],
     ["tokens", row.llm ? `${row.llm.prompt_tokens} in, ${row.llm.made_tokens} out, ${row.llm.reused_tokens} reused` : ""],
     ["adapter of", row.llm?.base ?? ""],
-    ["replicas", `${row.instances} of at most ${Math.max(1, row.max_instances)}${row.stateless ? ", stateless" : ""}`],
+    ["instances", `${row.instances} of at most ${Math.max(1, row.max_instances)}${row.stateless ? ", stateless" : ""}`],
     ["running, in the queue", `${row.running}, ${row.queued}`],
     ["requests", Object.entries(row.outcomes ?? {}).map(([word, count]) => `${count} ${word}`).join(", ")],
     ["model", row.nbytes ? size(row.nbytes) : ""],
