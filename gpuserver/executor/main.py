@@ -12,7 +12,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ if __name__ == "__main__":
 
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
+from dormouse.core.due_timer import DueTimer
 from dormouse.core.evidence import Evidence
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link, RawLink
@@ -65,7 +65,7 @@ class Executor(Actor):
         self.evidence = Evidence.inherited()
         self._troubles: deque[str] = deque()  # not told yet
         self._greeted = False
-        self._tick_at: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(lambda: self._dispatch(e.Tick()))
         self._orders = Orders()
 
     async def start(self) -> None:
@@ -183,13 +183,7 @@ class Executor(Actor):
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """One that comes early is set again: most leases end before it is due."""
-        if self._tick_at is None and (due_s := self.leases.machine.next_deadline_s) is not None:
-            self._tick_at = self.loop.call_later(max(0.0, due_s - time.monotonic()), self._tick)
-
-    def _tick(self) -> None:
-        self._tick_at = None
-        self._dispatch(e.Tick())
+        self._timer.set(self.leases.machine.next_deadline_s)
 
     def _on_controller(self, message: m.ControllerToExecutor) -> None:
         match message:
