@@ -93,7 +93,7 @@ class DeployedFunctions:
         try:
             self._catalogue.pin(asked.name, asked.pinned)
         except NotWritten as error:
-            failure = service.not_kept(str(error))
+            failure = service.not_kept(str(error), "nothing was changed")
         else:
             spec = next((spec for spec in self._catalogue.functions() if spec.name == asked.name), None)
             if spec is not None:

@@ -92,9 +92,9 @@ def damaged(text: str) -> m.Failure:
     return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
 
 
-def not_kept(text: str) -> m.Failure:
-    """``text``: why the catalogue does not have the new version."""
-    return m.Failure(code="not_kept", status=507, text=f"the function was not deployed: {text}", retryable=True)
+def not_kept(text: str, what: str = "the function was not deployed") -> m.Failure:
+    """``text``: why the catalogue does not have the new version, or what else was not done."""
+    return m.Failure(code="not_kept", status=507, text=f"{what}: {text}", retryable=True)
 
 
 def asked_policy(policy: Policy, asked: m.AskPolicy) -> tuple[Policy, m.Failure | None]:

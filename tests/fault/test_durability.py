@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.node.refusals import Unreachable
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 MIB: Final = 1 << 20
@@ -538,6 +538,9 @@ def test_d14_a_catalogue_that_cannot_be_written_refuses_deploys_and_removals(nod
         assert (answer.status, answer.code) == (507, "not_kept"), answer
         assert "free space" in answer.message
     assert node.invoke("f3", {}).code == "unknown_function"
+    with pytest.raises(CallRefused, match=r"^nothing was changed: .*cannot be written.*free space") as pin:
+        node.admin.pin("f1", True)
+    assert pin.value.code == "not_kept"
     answer = node.remove("f2")  # it would come back
     assert (answer.status, answer.code) == (507, "not_removed"), answer
     assert "free space" in answer.message
