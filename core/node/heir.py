@@ -24,6 +24,11 @@ from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 LAST_NBYTES: Final = 20_000
 """Of what a successor that failed has written."""
 
+LATE_S: Final = 1.0
+"""A time limit that is noticed so late: this process was itself stopped. So much longer it waits for what the successor
+has said meanwhile.
+"""
+
 Asker = PacketSocket[s.Replace, s.SaidToAsker]
 
 
@@ -300,4 +305,12 @@ class Heirs:
     def _set_timer(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._node.loop.call_later(seconds, self.handle, e.Overdue())
+        self._timer = None
+        if seconds is not None:
+            self._timer = self._node.loop.call_later(seconds, self._overdue, self._node.loop.time() + seconds)
+
+    def _overdue(self, since_s: float) -> None:
+        if self._node.loop.time() >= since_s + LATE_S:
+            self._set_timer(LATE_S)
+        else:
+            self.handle(e.Overdue())

@@ -6,6 +6,7 @@ left for its successor. What a process says, and what its end means, is the supe
 """
 
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -27,6 +28,11 @@ from dormouse.schemas.errors import ProcessFailed
 
 STOPPED_S: Final = 2.5
 """A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
+
+AWAY_S: Final = 5.0
+"""Between two looks, which are a second apart: so long this process was itself stopped, or had no time. What others
+have said meanwhile has not been heard yet, and is no silence.
+"""
 
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
@@ -60,6 +66,7 @@ class Registry:
         self.left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
         self._legacies = Legacies(given)
         self._evidence = EvidencePages()
+        self._looked_s = math.inf
         self._changed = asyncio.Event()  # a process has ended, or the instances of a zygote, or is ready
         self._on_message, self._on_exit, self._on_failure = on_message, on_exit, on_failure
         self._log = log.get_logger()
@@ -162,10 +169,12 @@ class Registry:
                 child.watchdog = why
             child.kill()
 
-    def watch(self) -> None:
+    def watch(self, now_s: float) -> None:
         """Who is stopped or has been silent, and who has not managed to start? Those are killed."""
-        now_s = asyncio.get_running_loop().time()
+        away, self._looked_s = now_s - self._looked_s >= AWAY_S, now_s
         for child in list(self.children.values()):
+            if away:
+                child.seen_s, child.stopped_s = now_s, None
             if (stopped_s := child.look(now_s)) >= STOPPED_S:
                 self._log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
                 child.kill()

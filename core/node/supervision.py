@@ -323,7 +323,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         self.service.alive()
-        self._registry.watch()
+        self._registry.watch(self.loop.time())
         self.loop.call_later(WATCH_S, self._watch)
 
     # --- the node's end

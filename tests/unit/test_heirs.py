@@ -9,7 +9,7 @@ from typing import Any
 from dormouse.core import log
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node.children import SILENCE_S, START_S, patience_s
-from dormouse.core.node.heir import Heirs
+from dormouse.core.node.heir import LATE_S, Heirs
 from dormouse.schemas import succession as s
 
 ASK = s.Replace(command=["/nowhere/python"], wait_s=1.0)
@@ -127,3 +127,28 @@ def test_who_waits_for_its_turn_may_be_silent() -> None:
     assert patience_s(waits=True, ready=False) == float("inf")
     assert patience_s(waits=False, ready=False) == START_S
     assert patience_s(waits=False, ready=True) == SILENCE_S
+
+
+def test_a_time_limit_that_a_stopped_supervisor_has_slept_through_is_no_fault_of_its_successor(tmp_path: Path) -> None:
+    """It may have said long ago that it serves. Only then it is killed."""
+
+    async def overdue() -> list[bool]:
+        node = Node()
+        heirs = Heirs(node, str(tmp_path / "replace"), {}, tmp_path / "errors")
+        asker = await asyncio.to_thread(_connect, tmp_path)
+        try:
+            asker.send(STAYS)
+            assert await asyncio.to_thread(asker.recv) == (s.Going(text="imports"), [])
+            now_s = node.loop.time()
+            heirs._overdue(now_s - LATE_S)
+            late = heirs._succession._why != ""
+            heirs._overdue(now_s + 3600.0)
+            return [late, heirs._succession._why != ""]
+        finally:
+            heirs.close()
+            while not node.served_on:  # noqa: ASYNC110  # until its process has ended
+                await asyncio.sleep(0.01)
+            heirs.close()
+            asker.close()
+
+    assert asyncio.run(overdue()) == [False, True]

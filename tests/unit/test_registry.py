@@ -1,11 +1,12 @@
-"""The registry of a node's processes, before it has any."""
+"""The registry of a node's processes: which it may have, and which it ends."""
 
 import asyncio
 import socket
 from pathlib import Path
 
 from dormouse.core.config import NodeConfig, NodeSection, StartSection
-from dormouse.core.node.registry import Registry
+from dormouse.core.node.children import SILENCE_S, START_S, RunningRole
+from dormouse.core.node.registry import AWAY_S, Registry
 from dormouse.core.paths import RunPaths, StatePaths
 
 
@@ -40,3 +41,38 @@ def test_roles_are_added_once_and_only_those_that_may_be(tmp_path: Path) -> None
             return found
 
     assert asyncio.run(added()) == [True, False, False, False]
+
+
+def test_a_supervisor_that_was_stopped_takes_nobody_for_silent(tmp_path: Path) -> None:
+    """What they have said meanwhile waits in its sockets. Who is silent from then on is killed as ever."""
+    (tmp_path / "silent").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "silent").chmod(0o755)
+
+    async def watched() -> tuple[str, int]:
+        ended = asyncio.get_running_loop().create_future()
+        with socket.socket() as listening:
+            registry = _registry(tmp_path, listening)
+            child = registry.children["metrics"] = RunningRole(
+                "metrics",
+                1,
+                run=tmp_path / "r",
+                link_path=str(tmp_path / "link"),
+                python=str(tmp_path / "silent"),
+                threads=1,
+                stderr=tmp_path / "metrics.err",
+                inherits={},
+                on_message=lambda *_: None,
+                on_exit=lambda _, status: ended.set_result(status),
+            )
+            child.ready, begun_s = True, child.seen_s
+            registry.watch(begun_s + 1.0)
+            registry.watch(begun_s + 1.0 + START_S)
+            assert child.watchdog == ""
+            now_s = child.seen_s
+            while now_s <= child.seen_s + SILENCE_S:
+                assert child.watchdog == ""
+                now_s += AWAY_S - 1.0
+                registry.watch(now_s)
+            return child.watchdog, await asyncio.wait_for(ended, 60)
+
+    assert asyncio.run(watched()) == (f"no sign of life for {SILENCE_S + 2.0:.0f} s", -9)
