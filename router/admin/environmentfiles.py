@@ -20,14 +20,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from dormouse.core.directories import remove_tree
+from dormouse.core.sandbox.builder import RESULT, SITE
 from dormouse.router.admin import builtfiles
 from dormouse.router.admin.environmentbook import EnvironmentRecord
 from dormouse.router.admin.environmentbuild import BUILT, BuildBounds, disk_full
 from dormouse.router.front.exchange import refuse
 
-SITE: Final = "site"
 RECORD: Final = "environment.json"
-RESULT: Final = "result.json"
 RESULT_NBYTES: Final = 1 << 20
 TEXT_NBYTES: Final = 4000
 
