@@ -235,7 +235,7 @@ function facts(row) {
   const shown = [
     ["state", row.deploying ? `${row.state}, another version is being deployed` : row.state],
     ["version", `${row.version} of tenant ${row.tenant}`],
-    ["in time", row.counted ? `${percent(row.in_time)} of ${row.counted}${row.complies === false ? ", too few" : ""}` : ""],
+    ["in time", row.counted ? `${percent(row.in_time)} of ${row.counted}${row.complies === false ? ": missed" : ""}` : ""],
     ["wanted", wish],
     ["latency", row.p50_ms === null ? "" : `p50 ${ms(row.p50_ms)}, p99 ${ms(row.p99_ms)}`],
     ["first token", row.llm?.ttft_ms?.p50 ? `p50 ${ms(row.llm.ttft_ms.p50)}, p99 ${ms(row.llm.ttft_ms.p99)}` : ""],
