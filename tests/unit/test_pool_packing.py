@@ -105,6 +105,16 @@ def test_a_wake_lies_side_by_side_in_the_smallest_run_that_takes_it() -> None:
     assert plan.placed == {50: 10 * UNIT, 51: 13 * UNIT}
 
 
+def test_a_reserve_is_left_free_where_all_that_may_leave_is_less_than_was_looked_for() -> None:
+    """Segment 3 makes the hole at the end wide enough. That 1 leaves, too, is for the reserve, and not undone."""
+    pool = Regions(11 * UNIT)
+    pool.place([(0, UNIT), (1, 2 * UNIT), (2, 4 * UNIT), (3, UNIT)], cost=float)
+    price = {1: 0.0, 3: 3.0}
+    plan = pool.place([(4, 4 * UNIT)], cost=price.__getitem__, fixed={0, 2}, reserve_nbytes=UNIT)
+    assert sorted(plan.evicted) == [1, 3]
+    assert pool.free_nbytes == 2 * UNIT
+
+
 def test_only_the_cheapest_run_of_holes_is_merged() -> None:
     pool = fragmented(2, -9, 2, -1, 2, -9, 2)
     plan = pool.place([(50, 4 * UNIT)], cost=lambda _: 1.0)

@@ -115,7 +115,8 @@ class Planner:
             # obstacles are in the way: more must go
             extra = max(extra + max(self._sizes), extra * 5 // 4, self._spare + 1)
         if extra:
-            choice = self._needed(choice, extra)
+            freed = sum(map(self.shelf.size, choice.evicted))  # less than was asked for, if all have left
+            choice = self._needed(choice, min(extra, self._spare + freed))
         if self._clears and choice.moved_nbytes():
             choice = self._cheaper(choice)
         return choice
