@@ -66,6 +66,9 @@ class EnvironmentFiles:
         """Those that are there, by key."""
         self._directory.mkdir(exist_ok=True, mode=0o700)
         for path in [*self._directory.iterdir()]:
+            if path.name.startswith("."):  # also whole ones, which nobody had any more
+                remove_tree(str(path))
+                continue
             try:
                 yield path.name, msgspec.json.decode((path / RECORD).read_bytes(), type=EnvironmentRecord)
             except (OSError, msgspec.MsgspecError):  # a build that was cut short, or damaged
