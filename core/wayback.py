@@ -74,7 +74,7 @@ def drop(state: StatePaths) -> None:
     with suppress(FileNotFoundError):
         state.before.rename(late)
         _sync(state.state)
-    _remove(late)
+    shutil.rmtree(late, ignore_errors=True)  # it is none any more
 
 
 def write(path: Path, data: bytes) -> None:

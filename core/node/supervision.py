@@ -231,14 +231,12 @@ class Supervisor:
         for child in self._registry.children.values():
             child.send(m.Peers(up=up, down=down))
         if all(role in up or role in down for role in self._registry.roles) and self._phase is not NodePhase.ENDS:
-            if not self._deaths.was_ready:
-                self._say_who()  # before the old node hears of it, who ends that ends both
-                wayback.drop(self.state)
-            self._deaths.was_ready = self.owns = True
             self._say_ready(up, down)
 
     def _say_ready(self, up: dict[str, int], down: dict[str, str]) -> None:
-        """To whoever waits for the ready file, the service manager, and the node that this one replaces."""
+        """To whoever waits for the ready file, the service manager, and the node that this one replaces. Until that
+        hears of it, it may have to go on: what can fail comes first.
+        """
         ready = {
             "pid": os.getpid(),
             "host": self.config.node.host,
@@ -248,8 +246,19 @@ class Supervisor:
             "down": down,
         }
         temporary = self.paths.trusted / "ready.new"
-        temporary.write_bytes(orjson.dumps(ready))
-        temporary.rename(self.paths.trusted / "ready")
+        try:
+            temporary.write_bytes(orjson.dumps(ready))
+            temporary.rename(self.paths.trusted / "ready")
+            if not self._deaths.was_ready:
+                self._say_who()  # before the old node hears of it, who ends that ends both
+                wayback.drop(self.state)
+        except OSError as error:
+            text = f"what the node says of itself cannot be written ({error}); free space on that disk"
+            if not self._deaths.was_ready:
+                self._fail(text)
+                return
+            self.log.warning("ready_not_written", reason=text)
+        self._deaths.was_ready = self.owns = True
         reasons = [f"{role} is down: {why}" for role, why in down.items()]
         self.service.ready("; ".join(reasons) or f"all processes are up, port {ready['port']}")
         if self._predecessor is not None:

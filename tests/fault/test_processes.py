@@ -203,11 +203,16 @@ def test_a_killed_supervisor_takes_everything_with_it() -> None:
 def test_a_process_whose_log_has_no_place_serves_all_the_same() -> None:
     """On a full disk the first scrape, which starts a process, ended the node."""
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n', node="open_loopback = true") as node:
-        for name in ("metrics.err", "metrics.log"):
-            (node.state / "logs" / name).mkdir()
+        for place in (
+            *(node.state / "logs" / name for name in ("metrics.err", "metrics.log")),
+            node.run / "t/ready.new",
+        ):
+            place.mkdir()
         before = node.pids()
         node.wait(lambda: node.http("GET", "/metrics").status == 200, 120, "a scrape")  # its process starts slowly
         assert {role: pid for role, pid in node.pids().items() if role != "metrics"} == before
+        said = node.state / "logs" / "supervisor.log"
+        node.wait(lambda: "ready_not_written" in said.read_text(), 60, "the supervisor to say what it cannot write")
 
 
 def test_an_executor_that_does_not_give_a_lease_back_is_killed() -> None:

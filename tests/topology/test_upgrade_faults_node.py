@@ -286,6 +286,50 @@ def test_a_disk_that_is_full_as_the_node_goes_over_leaves_the_old_one(
         assert not (node.state / "before").exists()
 
 
+NOT_READY = """
+import pathlib, sys
+if "--succeed" in sys.orig_argv:
+    write = pathlib.Path.write_bytes
+
+    def full(self, data):
+        if self.name == "ready.new":
+            raise OSError(28, "No space left on device", str(self))
+        return write(self, data)
+
+    pathlib.Path.write_bytes = full
+"""
+
+
+@pytest.mark.parametrize("migrates", [False, True])
+def test_a_new_node_that_cannot_say_that_it_is_ready_leaves_the_old_one_its_directories(
+    migrates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its processes are up by then, and the old ones have ended."""
+    with running_node(CONFIG) as node:
+        node.deployed("f", FUNCTION)
+        assert node.process is not None
+        old, file = node.process, node.state / "version"
+        if migrates:
+            file.write_text(OLD)
+        found = file.read_text()
+        (tmp_path / "sitecustomize.py").write_text(NOT_READY)
+        python = tmp_path / "python"
+        path = f"{tmp_path}${{PYTHONPATH:+:$PYTHONPATH}}"
+        python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(python))
+            with pytest.raises(ProcessFailed, match=r"goes on, .*cannot be written \(.*No space left.*\); free space"):
+                ask(node, lambda _: None)
+        assert node.process is old
+        node.wait(lambda: answers(node), 120, "answers")
+        assert file.read_text() == found
+        assert not (node.state / "before").exists()
+        node.replace()
+        assert answers(node)
+        assert json.loads(file.read_text())["version"] == 1
+
+
 def test_a_machine_that_ends_before_the_new_node_serves_starts_with_what_was_there() -> None:
     """As it is then: migrated, with a way back."""
     with running_node(CONFIG) as node:
