@@ -29,20 +29,26 @@ def keep(state: StatePaths, names: Iterable[str]) -> None:
     """Copy these files, as far as they are there; nobody writes to them. Raises OSError."""
     early = state.before.with_suffix(".new")
     _remove(early)
-    early.mkdir(mode=0o700)
-    files = [f"{name}{end}" for name in dict.fromkeys(names) for end in _SQLITE]
-    for number, name in enumerate(files):
-        if name.endswith(_SHARED):
-            continue
-        with suppress(FileNotFoundError):
-            write(early / str(number), (state.state / name).read_bytes())
-    write(early / _NAMES, orjson.dumps(files))
-    early.rename(state.before)
+    try:
+        early.mkdir(mode=0o700)
+        files = [f"{name}{end}" for name in dict.fromkeys(names) for end in _SQLITE]
+        for number, name in enumerate(files):
+            if name.endswith(_SHARED):
+                continue
+            with suppress(FileNotFoundError):
+                write(early / str(number), (state.state / name).read_bytes())
+        write(early / _NAMES, orjson.dumps(files))
+        early.rename(state.before)
+    except OSError:
+        shutil.rmtree(early, ignore_errors=True)  # the disk may be full of it
+        raise
     _sync(state.state)
 
 
 def go(state: StatePaths) -> bool:
-    """Put everything back, if there is a way back. Raises ConfigError."""
+    """Put everything back, if there is a way back. What was half kept or half removed goes. Raises ConfigError."""
+    for half in (".new", ".old"):
+        shutil.rmtree(state.before.with_suffix(half), ignore_errors=True)
     try:
         files = orjson.loads((state.before / _NAMES).read_bytes())
         for number, name in enumerate(files):
@@ -80,13 +86,17 @@ def drop(state: StatePaths) -> None:
 def write(path: Path, data: bytes) -> None:
     """So that it is on the disk, whole, with the mode of what was there. Raises OSError."""
     early = path.with_name(f"{path.name}.new")
-    with early.open("wb") as file:
-        with suppress(FileNotFoundError):
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    early.rename(path)
+    try:
+        with early.open("wb") as file:
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        early.rename(path)
+    except OSError:
+        early.unlink(missing_ok=True)  # the disk may be full of it
+        raise
     _sync(path.parent)
 
 
