@@ -45,7 +45,7 @@ def patience_s(*, waits: bool, ready: bool) -> float:
     return SILENCE_S if ready else START_S
 
 
-def _sink(path: Path) -> IO[bytes]:
+def sink(path: Path) -> IO[bytes]:
     """Where a process writes what is no record. A disk that takes no file more loses that, and nothing else."""
     try:
         path.unlink(missing_ok=True)  # a predecessor's, or an old node's, may have it open yet
@@ -120,12 +120,12 @@ class RunningRole:
             environment |= openmp.WAITING
         command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
         try:
-            with _sink(stderr) as sink:
+            with sink(stderr) as errors:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=sink,
+                    stdout=errors,
+                    stderr=errors,
                     env=environment,
                     pass_fds=(*ready_fds, *inherits.values()),
                     start_new_session=True,

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, assert_never
 
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
 from dormouse.core.node import succession as e
+from dormouse.core.node.children import sink
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -73,14 +74,13 @@ class HeirProcess:
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._packets: PacketSocket[s.FromHeir, s.ToHeir] = PacketSocket(ours, s.FromHeir)
-        errors.unlink(missing_ok=True)  # the old one's own, which still has it open
         try:
-            with theirs, errors.open("wb") as sink:
+            with theirs, sink(errors) as file:
                 self._process = subprocess.Popen(
                     [*command, "--succeed", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=sink,
+                    stdout=file,
+                    stderr=file,
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -139,8 +139,9 @@ class HeirProcess:
         with suppress(PeerLost, RemoteProtocolError, BlockingIOError):
             while (packet := self._packets.recv()) is not None:  # its last word
                 self._heard(*packet)
-        self._close()
-        self._on_end(status)
+        if self._pidfd >= 0:  # else it was that it serves, and whatever it meets now is no business of the old node
+            self._close()
+            self._on_end(status)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._pidfd)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dormouse.core import log
 from dormouse.core.links.fds import PacketSocket
+from dormouse.core.node import succession as e
 from dormouse.core.node.children import SILENCE_S, START_S, patience_s
 from dormouse.core.node.heir import LATE_S, Heirs
 from dormouse.schemas import succession as s
@@ -97,6 +98,7 @@ sys.exit(2)
 
 
 def test_what_a_successor_says_last_is_heard_also_where_it_can_write_no_file(tmp_path: Path) -> None:
+    (tmp_path / "errors").mkdir()  # as little of a file as a full disk has
     ask = s.Replace(command=[sys.executable, "-c", FAILS], wait_s=1.0)
     said, _ = _heard(tmp_path, 1, lambda askers: askers[0].send(ask))
     assert said == [s.Going(text="imports"), s.NotReplaced(text="the disk is full", status=2)]
@@ -152,3 +154,33 @@ def test_a_time_limit_that_a_stopped_supervisor_has_slept_through_is_no_fault_of
             asker.close()
 
     assert asyncio.run(overdue()) == [False, True]
+
+
+SERVES = FAILS.replace('s.HeirFailed(text="the disk is full")', "s.HeirServes()")
+
+
+def test_a_successor_that_dies_once_it_serves_is_the_node_all_the_same(tmp_path: Path) -> None:
+    """That it serves is heard with its end."""
+
+    class Retires(Node):
+        def __init__(self) -> None:
+            super().__init__()
+            self.retired = list[int]()
+
+        def retire(self, heir_pid: int) -> None:
+            self.retired.append(heir_pid)
+
+    async def served() -> tuple[bool, list[bool], e.Stage]:
+        node = Retires()
+        heirs = Heirs(node, str(tmp_path / "replace"), {}, tmp_path / "errors")
+        heirs._command = [sys.executable, "-c", SERVES]
+        heirs.handle(e.SuccessionAsked(1.0))
+        heirs._succession.stage = e.Stage.STARTING
+        heir = heirs._heir
+        assert heir is not None
+        heir._process.wait()
+        heir._ended()
+        heirs.close()
+        return node.retired == [heir.pid], node.served_on, heirs._succession.stage
+
+    assert asyncio.run(served()) == (True, [], e.Stage.DONE)
