@@ -29,8 +29,10 @@ def configure(role: str, path: Path | None, level: str = "info") -> None:
     if path is None:
         handler = logging.StreamHandler(sys.stderr)
     else:
-        # Opened with the first record, and again with each while the disk takes no file: a process does without.
-        handler = logging.handlers.RotatingFileHandler(path, maxBytes=ROTATE_NBYTES, backupCount=1, delay=True)
+        try:
+            handler = logging.handlers.RotatingFileHandler(path, maxBytes=ROTATE_NBYTES, backupCount=1)
+        except OSError:  # while the disk takes no file, a process does without: each record tries again
+            handler = logging.handlers.RotatingFileHandler(path, maxBytes=ROTATE_NBYTES, backupCount=1, delay=True)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

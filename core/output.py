@@ -10,6 +10,9 @@ import click
 LEAST_LAST: Final = 12
 """Characters of a table's last column beside which the others stand on one line."""
 
+SHORT: Final = 12
+"""Characters of a value that is kept on one line before the words of headers are."""
+
 
 def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
@@ -38,13 +41,23 @@ def when(seconds: float) -> str:
 
 
 def _fitted(columns: list[str], cells: list[list[str]], width: int) -> list[int] | None:
-    """Of each column, where the values have room and the headers have not; None if the values have none either."""
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    """Of each column, for lines that break between words: short values and words of long ones stay whole, words of
+    headers if there is room. None if there is none for the values.
+    """
+    texts = [[line[place] for line in cells] for place in range(len(columns))]
+    least = [max(len(text) if len(text) <= SHORT else _longest_word(text) for text in column) for column in texts]
+    whole = [max(_longest_word(column), of_values) for column, of_values in zip(columns, least, strict=True)]
+    wanted = [max(map(len, [column, *text])) for column, text in zip(columns, texts, strict=True)]
+    widths = whole if sum(whole) + len(whole) <= width else least
     left = width - sum(widths) - len(widths)
-    for _ in range(max(0, left)):  # one more to the header that would be broken most often
-        place = max(range(len(columns)), key=lambda place: len(columns[place]) / max(1, widths[place]))
-        widths[place] += len(columns[place]) > widths[place]
+    for _ in range(max(0, left)):  # one more to the column that would be broken most often
+        place = max(range(len(columns)), key=lambda place: wanted[place] / max(1, widths[place]))
+        widths[place] += wanted[place] > widths[place]
     return None if left < 0 else widths
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:

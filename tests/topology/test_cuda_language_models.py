@@ -21,6 +21,7 @@ from llm_node import (
     deploy,
     expected,
     generated,
+    model,
     only_runtime,
     prompt_tokens,
     rest,
@@ -31,12 +32,13 @@ from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 
+__all__ = ["model"]
+
 POOL = '[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\npoison = true\n'
 LARGE_NUMEL = 7 << 20
 LARGE = f"""
 import torch
 
-__all__ = ["model"]
 def load():
     return torch.ones({LARGE_NUMEL}).to("cuda")
 def handle(weights, request):
