@@ -130,9 +130,25 @@ def lock(fd: int, path: Path, what: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        pids = list(_holders(fd))
+        who = f" (pid {', '.join(map(str, pids))})" if pids else ""
+        which = f", `kill -KILL {pids[0]}` if that finds none," if pids else ","
         raise ConfigError(
-            f"{what} {path} is in use by a running node; stop it with `dormouse down`, or give this node another name"
+            f"{what} {path} is in use by a running node{who}; stop it with `dormouse down`{which} or give this node "
+            "another name"
         ) from None
+
+
+def _holders(fd: int) -> Iterator[int]:
+    """Other processes that have this directory open, as far as this user may see: one that is stopped may have lost its
+    node long ago.
+    """
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it is another user's, or ends
+            theirs = f"/proc/{pid}/fd"
+            if int(pid) != os.getpid() and any(os.readlink(f"{theirs}/{each}") == path for each in os.listdir(theirs)):
+                yield int(pid)
 
 
 def _open_run(path: Path, mode: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,3 +237,20 @@ def test_what_others_remove_meanwhile_is_no_trouble(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "listdir", overtaken)
     remove_tree(str(tmp_path / "i"))
     assert not (tmp_path / "i").exists()
+
+
+def test_who_has_a_directory_that_no_node_answers_for_is_named(tmp_path: Path) -> None:
+    """A supervisor that was stopped as another took its place, and that one has ended."""
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    directories.lock(fd, tmp_path, "state directory")
+    with subprocess.Popen(["/bin/sh", "-c", "read line"], stdin=subprocess.PIPE, pass_fds=[fd]) as other:
+        os.close(fd)  # as the lock of a node that has ended, it is the other one's alone
+        fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        with pytest.raises(ConfigError) as refused:
+            directories.lock(fd, tmp_path, "state directory")
+        os.close(fd)
+        other.kill()
+    assert str(refused.value) == (
+        f"state directory {tmp_path} is in use by a running node (pid {other.pid}); stop it with `dormouse down`, "
+        f"`kill -KILL {other.pid}` if that finds none, or give this node another name"
+    )
