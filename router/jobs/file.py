@@ -152,6 +152,7 @@ class JobFile:
                 self.unread = True
                 return []
             self._log.error("jobs_set_aside", path=str(self._path), reason=str(error))
+            self.unread = False  # it never will be: to read the new one again would end what runs
             with suppress(OSError):
                 self._path.replace(self._path.with_name(self._path.name + ".damaged"))
                 for end in ("-wal", "-shm"):

@@ -291,3 +291,27 @@ def test_jobs_that_could_not_be_read_at_the_start_are_read_once_the_disk_lets_th
         await jobs.stop()
 
     asyncio.run(works())
+
+
+def test_a_file_that_is_found_damaged_late_is_set_aside_once_and_a_job_that_runs_goes_on(tmp_path: Path) -> None:
+    async def works() -> None:
+        node = Node(tmp_path / "there", loaded().policy.picture)
+        jobs = Jobs(node)
+        jobs.open()
+        node.requests.catalogue_known.set()
+        await jobs.kept.knows_jobs()
+        path = node.state.jobs
+        path.parent.mkdir()
+        path.write_bytes(b"no database" * 1000)
+        body = Body(node.requests.bodies)
+        await body.add(b"1", 1)
+        await jobs.take(KeptRequest("f", "", Labels(), "", True), body.complete())
+        await until(lambda: len(node.arrived) == 1)
+        (job,) = jobs.kept.book.jobs.values()
+        await jobs.kept.knows_jobs()
+        assert list(jobs.kept.book.jobs.values()) == [job]
+        assert (job.state, jobs.kept.file.unread) == (JobState.BEGUN, False)
+        assert [event for event, _ in node.log.errors] == ["jobs_not_read", "jobs_set_aside"]
+        await jobs.stop()
+
+    asyncio.run(works())
