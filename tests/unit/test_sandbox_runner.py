@@ -215,6 +215,7 @@ def test_a_report_of_thousands_of_causes_is_one() -> None:
 def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.chdir(tmp_path)  # and back: a function's working directory is its folder
     origin = str(tmp_path / "my_function.py")
     (tmp_path / "helper_beside.py").write_text("VALUE = 7\n")
     source = (
