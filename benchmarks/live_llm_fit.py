@@ -16,7 +16,7 @@ from benchmarks.live_llm_node import Heard, Measured, World
 from dormouse.controller.recording import Recording
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.streams.batch import STEP_TOKENS
-from dormouse.controller.simulator.streams.cost import StepCost
+from dormouse.controller.simulator.streams.cost import StepCost, prompt_tokens
 
 OUTLIER: Final = 4.0
 """So many times the median, and something else than a step lies between two tokens."""
@@ -142,7 +142,7 @@ def base_of(world: World, name: str, parts: Sequence[Measured], alone: StepCost)
         turn_s = max(0.0, statistics.mean(step.seconds - factor * alone.step_s(*step[:3]) for step in others))
     singles = [stream for part in parts for stream in part.alone if stream.ended and bases[stream.name] == name]
     first_s = np.array([stream.first_s for stream in singles])
-    rows = np.array([[1.0, float(max(0, stream.prompt - alone.free_tokens))] for stream in singles])
+    rows = np.array([[1.0, float(prompt_tokens(stream.prompt, 0, alone.free_tokens))] for stream in singles])
     left_s = np.maximum(first_s - factor * alone.fixed_s, 0.0)
     (before_s, per_prompt_s), _ = nnls(rows / first_s[:, None], left_s / first_s)
     cost = StepCost(

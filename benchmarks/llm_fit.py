@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.llm_alone import Alone, begin
 from benchmarks.report import Goal, arguments, report
-from dormouse.controller.simulator.streams.cost import StepCost
+from dormouse.controller.simulator.streams.cost import StepCost, prompt_tokens
 from dormouse.core.step_times import StepTimer, first_token_s
 from dormouse.gpuserver.runtime.batch import STEP_TOKENS
 from dormouse.gpuserver.runtime.batch import Sequence as Tokens
@@ -63,7 +63,8 @@ def fit(steps: Sequence[MeasuredStep]) -> StepCost:
 
 def _fit(steps: Sequence[MeasuredStep], free: int) -> tuple[StepCost, float]:
     """With the norm of the relative errors."""
-    rows = np.array([[1.0, step.sequences, step.context, max(0, step.prompt - free)] for step in steps])
+    tokens = [prompt_tokens(step.prompt, step.sequences, free) for step in steps]
+    rows = np.array([[1.0, step.sequences, step.context, paid] for step, paid in zip(steps, tokens, strict=True)])
     seconds = np.array([step.seconds for step in steps])
     found, error = nnls(rows / seconds[:, None], np.ones(len(steps)))
     fixed, sequence, context, prompt = (float(value) for value in found)

@@ -26,6 +26,13 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
     assert min(errors(found, measured(COST, 1.25))) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "prompt", "paid"), [(0, 14, 0), (0, 15, 1), (4, 10, 0), (4, 12, 2), (16, 10, 10)]
+)
+def test_sequences_have_the_free_tokens_first(sequences: int, prompt: int, paid: int) -> None:
+    assert COST.step_s(sequences, 0, prompt) == pytest.approx(0.02 + 0.001 * sequences + 0.0005 * paid)
+
+
 def test_what_a_runtime_learns_is_judged_by_other_steps() -> None:
     """It knows nothing of contexts: here there are none."""
     cost = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_prompt_s=0.0005)

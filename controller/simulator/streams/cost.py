@@ -1,8 +1,9 @@
 """What steps of a language model take: pure. Owns the formula, and its sum over equal steps in a row.
 
-    step = fixed + per_sequence * B + per_context * sum of contexts + per_prompt * max(0, prompt tokens - free)
+    step = fixed + per_sequence * B + per_context * sum of contexts + per_prompt * (prompt tokens that are not free)
 
-A few tokens of prompts are free: they are computed while the weights are read, which takes longer.
+A few tokens are free: they are computed while the weights are read, which takes longer. The sequences' own are the
+first of these, so that prompts have the others.
 B sequences get one token each, and each looks back at its context. While nobody joins and nobody ends, B stays and
 the sum grows by B with each step: so the time of k steps is a polynomial of k, and nothing has to be done for each.
 """
@@ -15,6 +16,11 @@ ROUNDING_S = 1e-12
 """Of sums of times: so much too early is not early."""
 
 
+def prompt_tokens(prompt: int, sequences: int, free: int) -> int:
+    """Of so many tokens of prompts those that take time, in a step that also makes one for each of the sequences."""
+    return max(0, prompt - max(0, free - sequences))
+
+
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """The coefficients, in seconds; all are at least 0, and one is more. ``benchmarks/llm_fit.py`` finds them."""
 
@@ -25,7 +31,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     free_tokens: int = 0
 
     def step_s(self, sequences: int, context: int, prompt: int) -> float:
-        prompt_s = self.per_prompt_s * max(0, prompt - self.free_tokens)
+        prompt_s = self.per_prompt_s * prompt_tokens(prompt, sequences, self.free_tokens)
         # added in this order: rotation.py adds the first two once, and comes to the same bits
         return self.fixed_s + self.per_sequence_s * sequences + self.per_context_s * context + prompt_s
 
