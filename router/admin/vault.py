@@ -4,9 +4,11 @@ A secret is of a whole tenant, so a key that is for some functions alone may nei
 every one printed.
 """
 
+import asyncio
 import fcntl
 import os
 import time
+from collections import Counter
 from typing import Any, Final
 
 import orjson
@@ -14,7 +16,7 @@ import orjson
 from dormouse.core.secretfile import SecretFile, unknown
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.filechanges import FileChanges, told
-from dormouse.router.decisions.state import RouterState
+from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.router.front.exchange import refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
@@ -28,7 +30,7 @@ class Vault:
 
     def __init__(self, file: SecretFile, picture: RouterState, changes: FileChanges) -> None:
         self._file, self._picture, self._changes = file, picture, changes
-        self._leaving: set[tuple[str, str]] = set()  # tenant and name: they are not there, or will be again
+        self._leaving: Counter[tuple[str, str]] = Counter()  # removals under way, by tenant and name
 
     async def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
         """Raises HttpError."""
@@ -46,16 +48,17 @@ class Vault:
                 if users := self._users(tenant, name):
                     text = f"{name!r} is used by {', '.join(users[:5])}; deploy these without it, or remove them"
                     raise refuse(409, "secret_used", text)
-                await self._remove(tenant, name)
+                await asyncio.shield(self._remove(tenant, name))  # who has left has asked for it all the same
                 return {"removed": name, "tenant": tenant}
 
     async def _remove(self, tenant: str, name: str) -> None:
         """Raises HttpError. No function that is deployed meanwhile is given it."""
-        self._leaving.add((tenant, name))
+        self._leaving[tenant, name] += 1
         try:
             removed = await self._changes.make("secrets", self._file.remove, tenant, name)
         finally:
-            self._leaving.discard((tenant, name))
+            self._leaving[tenant, name] -= 1
+            self._leaving += Counter()  # those that are 0 go
         if not removed:
             raise refuse(404, "unknown_secret", unknown(name, tenant))
 
@@ -97,8 +100,10 @@ class Vault:
             raise refuse(403, "forbidden", text)
 
     def _users(self, tenant: str, name: str) -> list[str]:
-        specs = (function.spec for function in self._picture.functions.values())
-        return sorted(spec.name for spec in specs if spec.tenant == tenant and name in spec.secrets)
+        """Also those that are being deployed."""
+        specs = [function.spec for function in self._picture.functions.values()]
+        specs += [change.spec for change in self._picture.changes.values() if isinstance(change, OpenDeploy)]
+        return sorted({spec.name for spec in specs if spec.tenant == tenant and name in spec.secrets})
 
 
 def variables_file(spec: FunctionSpec, secrets: dict[str, str]) -> int:

@@ -1,0 +1,82 @@
+"""Secrets that are being removed, and those of functions that are being deployed."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from router_rig import spec
+
+from dormouse.core.secretfile import SecretFile
+from dormouse.router.access.access import Caller
+from dormouse.router.admin.filechanges import FileChanges
+from dormouse.router.admin.vault import Vault
+from dormouse.router.decisions.state import OpenDeploy, RouterState
+from dormouse.router.front.exchange import HttpError
+from dormouse.schemas import admin as a
+from dormouse.schemas.messages import FunctionSpec
+
+WAIT_S = 60
+ROOT = Caller("root", 0, "unix", frozenset({"deploy", "admin"}))
+REMOVAL = a.RemoveSecret(name="TOKEN", tenant="default")
+USER = spec(secrets=("TOKEN",))
+
+
+@pytest.fixture
+def changes() -> Iterator[FileChanges]:
+    found = FileChanges()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SecretFile:
+    found = SecretFile(tmp_path / "secrets.json", tmp_path / "secrets.key")
+    found.set("default", "TOKEN", "a value", "root", 0.0)
+    return found
+
+
+def _code(vault: Vault, wanted: FunctionSpec = USER) -> str:
+    """Of the refusal of a deploy with it."""
+    try:
+        vault.has(wanted)
+    except HttpError as error:
+        return error.failure.code
+    return ""
+
+
+def test_a_secret_that_is_being_removed_is_given_to_nobody_though_its_caller_leaves(
+    file: SecretFile, changes: FileChanges
+) -> None:
+    async def removes() -> None:
+        vault, lets = Vault(file, RouterState(2, 100, "i"), changes), threading.Event()
+        before = asyncio.ensure_future(changes.make("secrets", lets.wait, WAIT_S))
+        await asyncio.sleep(0)
+        first, second = (asyncio.ensure_future(vault.call(ROOT, REMOVAL)) for _ in range(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert _code(vault) == "unknown_secret"
+        first.cancel()
+        await asyncio.wait((first,))
+        assert (first.cancelled(), _code(vault)) == (True, "unknown_secret")
+        lets.set()
+        assert await before
+        with pytest.raises(HttpError, match="has no secret 'TOKEN'"):
+            await second
+        assert file.names("default") == set()
+        await vault.call(ROOT, a.SetSecret(name="TOKEN", value="another", tenant="default"))
+        assert _code(vault) == ""
+
+    asyncio.run(removes())
+
+
+def test_a_secret_of_a_function_that_is_being_deployed_is_used(file: SecretFile, changes: FileChanges) -> None:
+    picture = RouterState(2, 100, "i")
+    picture.changes["f"] = OpenDeploy(1, USER)
+    vault = Vault(file, picture, changes)
+    with pytest.raises(HttpError, match="'TOKEN' is used by f;") as refused:
+        asyncio.run(vault.call(ROOT, REMOVAL))
+    assert (refused.value.failure.code, file.names("default")) == ("secret_used", {"TOKEN"})
+    del picture.changes["f"]
+    assert asyncio.run(vault.call(ROOT, REMOVAL)) == {"removed": "TOKEN", "tenant": "default"}
