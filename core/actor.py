@@ -48,6 +48,7 @@ class Actor:
         self.state = StatePaths(config.state_directory)
         self.peers: dict[str, int] = {}
         self.down: dict[str, str] = {}
+        self.ended: dict[str, tuple[int, float]] = {}
         self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
@@ -91,8 +92,8 @@ class Actor:
         if self._start_failed:
             return  # what this process knows is not to be acted on
         match message:
-            case m.Peers(up=up, down=down):
-                before, self.peers, self.down = self.peers, up, down
+            case m.Peers(up=up, down=down, ended=ended):
+                before, self.peers, self.down, self.ended = self.peers, up, down, ended
                 self.peers_changed(before)
             case m.Blame():
                 self.blamed(message)

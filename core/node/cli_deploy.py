@@ -29,8 +29,6 @@ OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
 """Those of them that an adapter has for itself."""
 
 
-NOT_LOADED: Final = ("load_failed", "load_timeout")
-
 REPORT_NBYTES: Final = 64 << 10
 """More than the report of an exception has."""
 
@@ -166,9 +164,7 @@ def deploy(
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
                 answer = command.client.deploy(name, found, settings, partial(_show_printed, printed))
         except CallRefused as error:
-            if error.code not in NOT_LOADED:
-                raise
-            raise _not_loaded(command.client, name, error, bytes(printed)) from error
+            raise _not_deployed(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:
@@ -194,18 +190,17 @@ def _show_printed(printed: bytearray, data: bytes) -> None:
     del printed[:-REPORT_NBYTES]
 
 
-def _not_loaded(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
+def _not_deployed(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
     """What is left to say: of a traceback that was just shown its last line; what helps; and what is served now."""
     text = str(error).strip()
     if text.encode() in printed:
         text = text.splitlines()[-1]
     if re.match(r"ModuleNotFoundError: No module named '\w", text):
         text += "; a requirements.txt beside the file brings libraries (docs/dependencies.md)"
-    served = None
     with suppress(CallRefused, Unreachable, DormouseError):
         served = next((row["version"] for row in client.functions() if row["name"] == name), None)
-    left = "nothing is deployed" if served is None else f"version {served} goes on"
-    return CallRefused(error.status, error.code, f"{text}\n{left}")
+        text += "\nnothing is deployed" if served is None else f"\nversion {served} goes on"
+    return CallRefused(error.status, error.code, text)
 
 
 def _given(name: str) -> bool:

@@ -36,6 +36,7 @@ class Deaths:
 
     def __init__(self, roles: Collection[str], worlds: Collection[str]) -> None:
         self.down: dict[str, str] = {}  # why roles could not start, until they are ready
+        self.ended: dict[str, tuple[int, float]] = {}  # how often roles have died that were ready, and when at last
         self.was_ready = False  # the node
         self._worlds = worlds
         self._gpus = [role for role in roles if kind(role) == "gpu"]
@@ -55,6 +56,9 @@ class Deaths:
         """One that was ``ready``, or could not be started. ``blamed``: of a command, for which its role is not to
         blame. ``all_start``: they are being started anew already.
         """
+        if ready and not all_start:
+            times, _ = self.ended.get(role, (0, 0.0))
+            self.ended[role] = times + 1, now_s
         if not ready and not blamed:
             self._restarts.failed(role)
             self.down[role] = why

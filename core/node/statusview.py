@@ -40,6 +40,9 @@ MOST_PROBLEMS: Final = 8
 LONGEST: Final = 300
 """Characters of a problem."""
 
+NOTED_S: Final = 3600.0
+"""So long after a process has ended that is said, though it runs again."""
+
 FEWEST: Final = 5
 """Functions that are shown on the smallest screen."""
 
@@ -69,6 +72,11 @@ def head(value: dict[str, Any], found: list[str]) -> None:
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
     for text in found:
         problem_line(text)
+    for role, ended in node.get("ended", {}).items():
+        if role in node["peers"] and ended["ago_s"] < NOTED_S:
+            often = f", and {ended['times'] - 1} times before" if ended["times"] > 1 else ""
+            ago = f"{ended['ago_s']:.0f} s" if ended["ago_s"] < 120.0 else f"{ended['ago_s'] / 60:.0f} min"
+            click.echo(f"{role} ended {ago} ago{often}, and was started again: {node['state']}/logs/supervisor.log")
 
 
 def problem_line(text: str) -> None:

@@ -229,7 +229,7 @@ class Supervisor:
     def _tell_peers(self) -> None:
         up, down = self._registry.up, self._deaths.down
         for child in self._registry.children.values():
-            child.send(m.Peers(up=up, down=down))
+            child.send(m.Peers(up=up, down=down, ended=self._deaths.ended))
         if all(role in up or role in down for role in self._registry.roles) and self._phase is not NodePhase.ENDS:
             self._say_ready(up, down)
 

@@ -1,5 +1,6 @@
 """What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -32,6 +33,8 @@ class Node(Protocol):
     state: StatePaths
     peers: dict[str, int]
     down: dict[str, str]
+    ended: dict[str, tuple[int, float]]
+    loop: asyncio.AbstractEventLoop
     policy: RequestPolicy
     requests: Requests
 
@@ -126,6 +129,10 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "peers": node.peers,
             "down": node.down,
             "gone": gone(node),
+            "ended": {
+                role: {"times": times, "ago_s": node.loop.time() - last_s}
+                for role, (times, last_s) in node.ended.items()
+            },
             "instances": len(picture.instances) + len(picture.sessions),
             "requests_open": len(picture.requests),
             "missing": node.policy.missing(),

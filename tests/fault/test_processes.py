@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,18 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
 
 
 def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) -> None:
-    right = deploy_models(node, 2)
+    right, before = deploy_models(node, 2), ended(node)
     for role in ("zygote", "router", "store"):  # the controller: test_durability.py
         pid = node.kill(role)
         node.replaced(role, pid)
         node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
         assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right, rel=1e-4), role
+    assert ended(node) - before == Counter({"zygote": 1, "router": 1, "store": 1}), "and none that ended with them"
+
+
+def ended(node: TestNode) -> Counter[str]:
+    """How often its processes have, unasked."""
+    return Counter({role: each["times"] for role, each in node.status()["node"]["ended"].items()})
 
 
 def test_the_zygote_outlives_a_router_and_no_instance_does(node: TestNode) -> None:

@@ -469,6 +469,22 @@ def test_status_says_that_the_disk_is_nearly_full(dormouse: Any, monkeypatch: py
     assert "the disk" not in dormouse("status").out
 
 
+def test_status_says_for_an_hour_that_a_process_has_ended(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {
+        "gpu0": {"times": 3, "ago_s": 61.2},
+        "store": {"times": 1, "ago_s": 3599.0},
+        "router": {"times": 1, "ago_s": 3600.0},
+        "gpu1": {"times": 1, "ago_s": 1.0},
+    }
+    node = STATUS["node"] | {"state": "/s", "peers": {"gpu0": 4, "store": 2, "router": 2}, "ended": ended}
+    monkeypatch.setitem(STATUS, "node", node | {"gone": ["gpu1"]})
+    assert [line for line in dormouse("status").out.splitlines() if " ended" in line] == [
+        "! gpu1 has ended, and is started again",
+        "gpu0 ended 61 s ago, and 2 times before, and was started again: /s/logs/supervisor.log",
+        "store ended 60 min ago, and was started again: /s/logs/supervisor.log",
+    ]
+
+
 def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = FUNCTION | {"state": "failed", "error": "\x1b[2J\x1b[Hall is well" + "x" * 500}
     monkeypatch.setattr(AdminClient, "status", lambda _: STATUS | {"functions": {"f": bad}})

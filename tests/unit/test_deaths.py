@@ -30,6 +30,7 @@ def test_a_role_that_others_refer_to_takes_all_with_it_until_it_dies_too_often()
     died = partial(deaths.died, "store", "status 1", ready=True, blamed=False)
     assert [died(all_start=False, now_s=float(k)) for k in range(RESTARTS)] == [StartAll()] * RESTARTS
     assert died(all_start=True, now_s=8.0) == StartAll(), "it was ended with the others"
+    assert deaths.ended == {"store": (RESTARTS, RESTARTS - 1.0)}
     assert died(all_start=False, now_s=8.0) == EndNode(
         f"store died {RESTARTS + 1} times within {WINDOW_S:g} s: status 1"
     )
