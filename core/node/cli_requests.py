@@ -37,7 +37,7 @@ def requests(
     if json_:
         show_json(rows)
     elif rows:
-        table([_past(row) for row in rows], PAST_COLUMNS)
+        table([_past(row) for row in rows], [*PAST_COLUMNS, *(["error"] if kind == "failed" else [])])
     else:
         click.echo("no such requests" if kind else "no requests yet", err=True)
 

@@ -254,7 +254,8 @@ class Admin:
             for past in stats.last.of(act.kind)
         ]
         found.sort(key=lambda each: each[1].took_s if act.kind == "slow" else each[1].at, reverse=True)
-        return [past.told(name) for name, past in found[: max(0, act.most)]]
+        reads = "deploy" in caller.rights  # an error has what the function has
+        return [past.told(name, reads) for name, past in found[: max(0, act.most)]]
 
     async def status(self) -> dict[str, Any]:
         """All of the node, for those who watch it: whose part each of them sees is decided by dashboard/watch.py."""

@@ -12,6 +12,18 @@ Kind = Literal["", "slow", "failed", "cold"]
 LAST: Final = 64
 """Of each kind."""
 
+WHY_CHARS: Final = 200
+
+
+def gist(text: str) -> str:
+    """One line of an error. Of a traceback, what was raised: it follows the frames, which are indented."""
+    lines = text.strip().splitlines()
+    if not lines:
+        return ""
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    after = (line for line in lines[frames[-1] + 1 if frames else 0 :] if not (frames and line.startswith("  ")))
+    return next(after, lines[-1])[:WHY_CHARS]
+
 
 class Past(NamedTuple):
     """One request that is over. ``at`` is when, of the Unix clock; ``outcome`` is "ok" or an error's code."""
@@ -22,6 +34,7 @@ class Past(NamedTuple):
     outcome: str
     timing: Timing
     late: bool  # for its function's deadline
+    why: str = ""  # it failed
 
     @property
     def took_s(self) -> float:
@@ -31,7 +44,8 @@ class Past(NamedTuple):
     def cold(self) -> bool:
         return self.timing.source not in ("", "gpu")
 
-    def told(self, function: str) -> dict[str, Any]:
+    def told(self, function: str, reads: bool) -> dict[str, Any]:
+        """``reads``: to one who may read the function's log, too."""
         timing = self.timing
         return {
             "function": function,
@@ -39,6 +53,7 @@ class Past(NamedTuple):
             "id": self.id,
             "trace": self.trace,
             "outcome": self.outcome,
+            "error": self.why if reads and self.why else None,
             "ms": round(self.took_s * 1000, 3),
             "queue_ms": round(timing.queue_s * 1000, 3),
             "wait_ms": round(timing.wait_s * 1000, 3),

@@ -20,7 +20,7 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
-from dormouse.router.front.recent import Past
+from dormouse.router.front.recent import Past, gist
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.router.front.traced import traced
@@ -175,12 +175,13 @@ class Requests:
             return
         self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)
-        timing, code, late = e.Timing(), "cancelled", False
+        timing, code, late, why = e.Timing(), "cancelled", False, ""
         match outcome:
             case e.Answer(timing=timing, tokens=tokens):
                 code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
             case e.Fail(failure=failure, timing=timing):
                 code, late = failure.code, failure.status == 429 or failure.status >= 500
+                why = gist(failure.text)
                 stats.failed(code, failure.text)
                 if late:
                     stats.late += 1
@@ -188,7 +189,7 @@ class Requests:
             case e.Drop():
                 stats.failed(code)
         labels, now_ns = request.labels, time.time_ns()
-        stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late))
+        stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late, why))
         if self.export is not None and labels.trace.above:
             self.export(traced(labels.trace, labels.id, request.function, stats.tenant, outcome, code, now_ns))
 

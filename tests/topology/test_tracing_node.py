@@ -81,6 +81,7 @@ def test_the_last_requests_are_told_by_kind(node: TestNode) -> None:
         TRACE,
         "function_raised",
     )
+    assert failed["error"] == "ValueError: as asked"
     newest = node.admin.requests("b", "", 1)
     assert [(row["id"], row["outcome"], row["model"]) for row in newest] == [("good-1", "ok", "gpu")]
     _invoke(node, "c", **{"X-Request-Id": "cold-1"})

@@ -137,6 +137,7 @@ PAST: dict[str, Any] = {
     "id": "r7",
     "trace": "",
     "outcome": "ok",
+    "error": "KeyError: 'x'",
     "ms": 10.0,
     "queue_ms": 1.0,
     "wait_ms": 2.0,
@@ -857,6 +858,8 @@ def test_requests(dormouse: Any, node: Node) -> None:
     assert out.splitlines()[1].split("\t")[1:] == ["f", "ok (late)", "10.0", "1.0", "2.0", "7.0", "-", "host", "r7"]
     assert json.loads(dormouse("requests", "--failed", "--json").out) == [PAST]
     assert node.asked[-1] == a.RecentRequests(kind="failed", most=30)
+    head, line = dormouse("requests", "--failed").out.splitlines()
+    assert (head.split("\t")[-1], line.split("\t")[-1]) == ("error", "KeyError: 'x'")
 
 
 def test_logs(dormouse: Any, node: Node) -> None:
