@@ -29,6 +29,12 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS answers (id TEXT PRIMARY KEY, data BLOB)",
 )
 
+_ALL: Final = (
+    "SELECT jobs.*, ifnull(length(bodies.data), 0) + ifnull(length(answers.data), 0) FROM jobs "
+    "LEFT JOIN bodies USING (id) LEFT JOIN answers USING (id) ORDER BY number"
+)
+"""SQLite does not read a body for its length."""
+
 
 class NotKept(DormouseError):
     """The disk takes nothing, or the file is damaged; the text says what to do."""
@@ -136,8 +142,10 @@ class JobFile:
             raise sqlite3.OperationalError("it could not be opened")
         return self._db
 
-    def read(self) -> list[JobRow]:
-        """All jobs, in their order; the first work there is, and again where it could not be done."""
+    def read(self) -> list[tuple[JobRow, int]]:
+        """All jobs, in their order, and how many bytes each has; the first work there is, and again where it could not
+        be done.
+        """
         try:
             rows = self._read()
             self.unread = False
@@ -161,7 +169,7 @@ class JobFile:
                 return self._read()
             return []
 
-    def _read(self) -> list[JobRow]:
+    def _read(self) -> list[tuple[JobRow, int]]:
         db = self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA auto_vacuum=FULL")
         db.execute("PRAGMA journal_mode=WAL")
@@ -173,15 +181,8 @@ class JobFile:
         for statement in _SCHEMA:
             db.execute(statement)
         db.execute(f"PRAGMA user_version={VERSION}")
-        rows = [JobRow(*row) for row in db.execute("SELECT * FROM jobs ORDER BY number")]
-        return [row._replace(patient=bool(row.patient), begun=bool(row.begun)) for row in rows]
-
-    def nbytes(self) -> dict[str, int]:
-        """Of bodies and answers, by job."""
-        found: dict[str, int] = {}
-        for table in ("bodies", "answers"):
-            found |= dict(self._open.execute(f"SELECT id, length(data) FROM {table}"))
-        return found
+        rows = [(JobRow(*row), nbytes) for *row, nbytes in db.execute(_ALL)]
+        return [(row._replace(patient=bool(row.patient), begun=bool(row.begun)), nbytes) for row, nbytes in rows]
 
     def add(self, row: JobRow, body: bytes, forgotten: Iterable[str]) -> None:
         with _Transaction(self._open) as db:

@@ -84,14 +84,11 @@ class KeptJobs:
         """What was there before the restart. Of what had begun, only that runs again which may."""
         file, now_s, unix_s = self.file, time.monotonic(), time.time()
         rows = await file.do(file.read)
-        try:
-            sizes = await file.do(file.nbytes) if rows else {}
-        except NotKept:
-            rows, sizes = [], {}
+        rows.sort(key=lambda each: (each[0].ended is not None, each[0].ended or 0.0, each[0].number))
         broken, lost = list[tuple[Job, str]](), list[str]()
-        for row in sorted(rows, key=lambda row: (row.ended is not None, row.ended or 0.0, row.number)):
+        for row, nbytes in rows:
             self._number = max(self._number, row.number)
-            job = Job(row.id, row.function, row.tenant, row.created, sizes.get(row.id, 0), row.route, row.scope)
+            job = Job(row.id, row.function, row.tenant, row.created, nbytes, row.route, row.scope)
             job.digest, job.patient, job.idempotent = row.digest, row.patient, row.idempotent
             job.tried_until_s = now_s + min(self.wait_s, max(0.0, row.created + self.wait_s - unix_s))
             if row.ended is not None:
