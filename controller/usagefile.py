@@ -68,9 +68,11 @@ class UsageFile:
             total, marks = json.loads(text)
             books = Books(Used(*total), [(int(minute), Used(*values)) for minute, values in marks])
             kept[Account(tenant, function)] = books
+        forgotten = set(self._ledger.closed)  # while it could not be read: their rows go with the next batch
         for account, books in kept.items():
-            self.restored[account] = books.total
-            self._ledger.restore(account, books)
+            if account not in forgotten:
+                self.restored[account] = books.total
+                self._ledger.restore(account, books)
 
     def _drop(self, why: str) -> None:
         self._say(why)

@@ -147,6 +147,34 @@ def test_a_file_that_cannot_be_read_for_now_is_read_later_and_nothing_is_lost(tm
     file.close()
 
 
+def test_what_is_forgotten_while_the_file_cannot_be_read_is_forgotten_in_both(tmp_path: Path) -> None:
+    """One that was used again since has what it has used since."""
+    place = tmp_path / "there"
+    place.mkdir()
+    first, second = Account("t", "f0"), Account("t", "f1")
+    ledger, file, _ = opened(place / "usage")
+    for account in (first, second, Account("t", "kept")):
+        ledger.add(account, Used(requests=1), NOW_S)
+    file.close()
+    away = place.rename(tmp_path / "away")
+    ledger, file, _ = opened(place / "usage")
+    for number in range(MAX_ACCOUNTS + 2):
+        ledger.add(Account("t", f"f{number}"), Used(requests=1), NOW_S + number * MINUTE_S)
+    assert ledger.closed == [first, second]
+    ledger.add(second, Used(requests=5), NOW_S + (MAX_ACCOUNTS + 2) * MINUTE_S)
+    away.rename(place)
+    file.write()
+    assert file.restored == {Account("t", "kept"): Used(requests=1)}
+    file.close()
+    again, file, _ = opened(place / "usage")
+    for found in (ledger, again):
+        assert first not in found.books
+        assert found.books[second].total.requests == 5
+        assert found.books[Account("t", "kept")].total.requests == 1
+    assert again.books.keys() == ledger.books.keys()
+    file.close()
+
+
 def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path) -> None:
     ledger, file, log = opened(tmp_path / "usage")
     file.write()
