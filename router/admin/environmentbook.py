@@ -124,13 +124,13 @@ class EnvironmentBook:
             found.claims.discard(claim)
 
     def tenant_full(self, tenant: str, more_nbytes: int = 0) -> HttpError | None:
-        """Why this tenant cannot have what it has and claims, and so many bytes more."""
-        nbytes = _sum(each for each in self.environments.values() if each.counts_for(tenant))
-        if nbytes + more_nbytes <= self._tenant_nbytes:
+        """Why this tenant cannot have what it has and claims, and so many bytes more, or what may become more."""
+        nbytes = more_nbytes + _sum(each for each in self.environments.values() if each.counts_for(tenant))
+        if nbytes <= self._tenant_nbytes:
             return None
         text = (
-            f"the libraries of tenant {tenant!r} have {nbytes:,} bytes, with those of this deploy, and may have "
-            f"{self._tenant_nbytes:,} ([environments] tenant_store); remove functions, or require less"
+            f"the libraries of tenant {tenant!r} would have at least {nbytes:,} bytes with those of this deploy, and "
+            f"may have {self._tenant_nbytes:,} ([environments] tenant_store); remove functions, or require less"
         )
         return refuse(507, "environments_full", text)
 

@@ -99,8 +99,8 @@ def test_a_tenant_that_has_its_part_is_refused_and_the_others_are_not() -> None:
     status, code, text = _refusal(book, "c", "shop")
     assert (status, code) == (507, "environments_full")
     assert text == (
-        "the libraries of tenant 'shop' have 40 bytes, with those of this deploy, and may have 40 ([environments] "
-        "tenant_store); remove functions, or require less"
+        "the libraries of tenant 'shop' would have at least 41 bytes with those of this deploy, and may have 40 "
+        "([environments] tenant_store); remove functions, or require less"
     )
     assert book.builds == {}, "nothing waits for a turn that nobody awaits"
     assert book.claim("a", "shop", VERSIONS).key == "a", "what it has, it may deploy again"
@@ -113,7 +113,9 @@ def test_one_that_is_shared_counts_for_each_who_has_it() -> None:
     book.known("shared", _record(30, "shared"))
     book.known("own", _record(20, "own"))
     book.kept({"shared": {"shop"}, "own": {"bank"}})
-    assert _refusal(book, "shared", "bank")[:2] == (507, "environments_full")
+    status, code, text = _refusal(book, "shared", "bank")
+    assert (status, code) == (507, "environments_full")
+    assert "would have at least 50 bytes with those of this deploy, and may have 40 " in text
     book.kept({"shared": {"shop"}})
     claim = book.claim("shared", "bank", VERSIONS)
     assert book.tenant_full("bank") is None
@@ -131,7 +133,8 @@ def test_what_was_built_may_be_too_much_for_one_that_waited_for_it_and_not_for_a
     _built(book, shop, "k", 30)
     assert (shop.key, bank.key) == ("k", "k")
     assert book.tenant_full("shop") is None
-    assert book.tenant_full("bank") is not None
+    assert (failure := book.tenant_full("bank")) is not None
+    assert "would have at least 50 bytes with those of this deploy, and may have 40 " in failure.failure.text
 
 
 def test_all_together_are_bounded() -> None:
