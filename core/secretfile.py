@@ -10,9 +10,10 @@ One process writes: the router. Who may set what, and which function is given wh
 """
 
 import base64
+import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -32,12 +33,14 @@ MOST_SECRETS: Final = 1000
 """Of a tenant."""
 
 MOST_TENANT_NBYTES: Final = 1 << 20
-"""Of all values of a tenant, as they are sealed: the router reads and writes the whole file, and others wait."""
+"""Of all values of a tenant, as they are sealed: the whole file is written with each change, and is in memory."""
 
 KEY_NBYTES: Final = 32
 NONCE_NBYTES: Final = 12
 VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """A secret's name: it is that of an environment variable, too."""
+
+_Stamp = tuple[int, int, int]
 
 
 class SealedSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,22 +67,31 @@ def checked_variable(name: str, what: str) -> str:
 
 class SecretFile:
     """All of them, as the file has them: a change is durable when it returns. What is wrong with the file or its key is
-    a ConfigError of whoever wants a secret, and no reason for a node not to start.
+    a ConfigError of whoever wants a secret, and no reason for a node not to start. It may be changed by one thread
+    while another asks.
     """
 
     def __init__(self, path: Path, key: Path) -> None:
         self._path, self._key = path, key
+        self._known: tuple[_Stamp, Sequence[SealedSecret]] | None = None  # what the file had then
 
-    def all(self) -> list[SealedSecret]:
-        """Raises ConfigError."""
+    def all(self) -> Sequence[SealedSecret]:
+        """Read only if somebody else has changed the file: the router's loop asks. Raises ConfigError."""
+        known = self._known
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=list[SealedSecret])
+            if known is not None and known[0] == _stamp(self._path):
+                return known[1]
+            with self._path.open("rb") as file:
+                stamp = _stamp(file.fileno())
+                found = msgspec.json.decode(file.read(), type=tuple[SealedSecret, ...])
         except FileNotFoundError:
-            return []
+            return ()
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror}; see that the node's user can read it") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self._path}: {error}; restore it, or move it away and set the secrets anew") from error
+        self._known = stamp, found
+        return found
 
     def names(self, tenant: str) -> set[str]:
         """Raises ConfigError."""
@@ -142,6 +154,13 @@ class SecretFile:
 
     def _write(self, found: list[SealedSecret]) -> None:
         write_private(self._path, msgspec.json.format(msgspec.json.encode(found)))
+        self._known = _stamp(self._path), found
+
+
+def _stamp(file: Path | int) -> _Stamp:
+    """Another one for a file that has changed, or who may read it. Raises OSError."""
+    found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_ctime_ns
 
 
 def unknown(name: str, tenant: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dormouse.core.secretfile import MOST_NBYTES, SecretFile
@@ -106,3 +107,24 @@ def test_a_tenants_secrets_together_have_a_bound(tmp_path: Path) -> None:
     file.set("shop", "S0", "as long as before, or less", "root", 0.0)
     file.set("other", "OTHERS", "x" * MOST_NBYTES, "root", 0.0)
     assert file.names("shop") == {f"S{number}" for number in range(23)}
+
+
+def test_it_is_read_again_only_if_somebody_else_has_changed_it(
+    file: SecretFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router's loop asks for names with each deploy, and for values with each instance."""
+    path, other = tmp_path / "secrets.json", SecretFile(tmp_path / "secrets.json", tmp_path / "secrets.key")
+    assert other.names("shop") == {"TOKEN"}
+    with monkeypatch.context() as context:
+        context.setattr(msgspec.json, "decode", lambda *_, **__: pytest.fail("it is read"))
+        file.set("shop", "MORE", VALUE, "root", 0.0)
+        assert file.names("shop") == {"TOKEN", "MORE"}
+        assert file.values("shop", ["MORE"]) == {"MORE": VALUE}
+        assert file.remove("shop", "TOKEN")
+        assert [each.name for each in file.all()] == ["MORE"]
+    assert other.names("shop") == {"MORE"}
+    kept = path.read_bytes()
+    path.unlink()
+    assert (file.names("shop"), other.names("shop")) == (set(), set())
+    path.write_bytes(kept)
+    assert (file.names("shop"), other.names("shop")) == ({"MORE"}, {"MORE"})
