@@ -124,8 +124,7 @@ class Builder:
         return BuildBounds(self._size, self._time_s, sources)
 
     def begin(self, place: Path, requirements: str) -> None:
-        """Its folder. Raises OSError."""
-        remove_tree(str(place))
+        """Its folder, which is new. Raises OSError."""
         (place / BUILT).mkdir(parents=True, mode=0o700)
         os.chown(place / BUILT, self._node.instances.builder_uid, -1)
         (place / REQUIREMENTS).write_text(requirements)

@@ -4,17 +4,16 @@
 
     KEY/environment.json   what it is made of (EnvironmentRecord)
     KEY/site/              the libraries, as an instance sees them before the node's own
-    .SOMETHING/            one that is being built, or removed: gone at the next start
+    .SOMETHING/            one that is being built, or removed: removed after the next start
 
 All that reads or writes files blocks, some of it for minutes: it belongs in a thread. Which are kept is not decided
 here.
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Final, NamedTuple
 
 import msgspec
@@ -53,26 +52,28 @@ class EnvironmentFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._numbers = count(1)
 
     def site(self, key: str) -> str:
         return str(self._directory / key / SITE)
 
     def place(self) -> Path:
-        """A new one's, while it is built."""
-        return self._directory / f".{next(self._numbers)}"
+        """A new one's, while it is built, or an old one's, while it is removed."""
+        return self._directory / f".{token_hex(8)}"  # what an earlier router has left may be there for long
 
-    def open(self) -> Iterator[tuple[str, EnvironmentRecord]]:
-        """Those that are there, by key."""
+    def open(self) -> tuple[dict[str, EnvironmentRecord], list[str]]:
+        """Those that are there, by key; and what is to be removed."""
         self._directory.mkdir(exist_ok=True, mode=0o700)
+        found, left = dict[str, EnvironmentRecord](), list[str]()
         for path in [*self._directory.iterdir()]:
             if path.name.startswith("."):  # also whole ones, which nobody had any more
-                remove_tree(str(path))
+                left.append(str(path))
                 continue
             try:
-                yield path.name, msgspec.json.decode((path / RECORD).read_bytes(), type=EnvironmentRecord)
+                found[path.name] = msgspec.json.decode((path / RECORD).read_bytes(), type=EnvironmentRecord)
             except (OSError, msgspec.MsgspecError):  # a build that was cut short, or damaged
-                remove_tree(str(path))
+                if (gone := self.set_aside(path.name)) is not None:
+                    left.append(gone)
+        return found, left
 
     def take_over(self, place: Path, bounds: BuildBounds, full: bool) -> BuiltTree | None:
         """What was built there; None if nothing was missing. ``full``: the disk is. Raises HttpError, OSError."""
@@ -121,7 +122,7 @@ class EnvironmentFiles:
 
     def set_aside(self, key: str) -> str | None:
         """From now on it is not there; what is to be removed of it, if anything. Does not block for long."""
-        gone = self._directory / f".gone-{next(self._numbers)}"
+        gone = self.place()
         with suppress(OSError):
             os.rename(self._directory / key, gone)
             return str(gone)

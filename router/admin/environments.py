@@ -64,9 +64,12 @@ class Environments:
         self._removals = ThreadPoolExecutor(1, "removals")  # of as much as a build could write: its own time
 
     def open(self) -> None:
-        """What is there."""
-        for key, record in self._files.open():
+        """What is there. What is to be removed may have gigabytes: that waits for no request, and none for it."""
+        found, left = self._files.open()
+        for key, record in found.items():
             self._book.known(key, record)
+        for each in left:
+            self._removals.submit(remove_tree, each)
 
     def close(self) -> None:
         self._builder.close()
