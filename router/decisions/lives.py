@@ -90,7 +90,7 @@ MOST_WARNING: Final = 1000
 
 
 def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", schema: bytes = b"") -> None:
-    _disown(p, instance)  # it may have forgotten to
+    queueing.disown(p, instance)  # it may have forgotten to
     instance.version, instance.state, instance.idle_s = version, InstanceState.IDLE, p.now_s
     p.tell(_up(instance.spec, instance.name, loaded=True))
     deploy = p.deploy(instance.spec.name)
@@ -172,18 +172,11 @@ def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, b
     match holder:
         case Session():
             holder.state = InstanceState.DEAD
-            _disown(p, holder)
+            queueing.disown(p, holder)
         case Instance():
             _vacate(p, holder, how, failure, blameless)
         case _:
             assert_never(holder)
-
-
-def _disown(p: RouterState, holder: Holder) -> None:
-    """The holder has no lease of its own any more."""
-    number, holder.own = holder.own, None
-    if number is not None:
-        queueing.release(p, number)
 
 
 def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
@@ -207,7 +200,7 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
     if number is not None:
         queueing.release(p, number)
     _lose_open(p, instance, how, failure)
-    _disown(p, instance)
+    queueing.disown(p, instance)
     if instance.draining:
         return
     name = instance.spec.name

@@ -77,6 +77,13 @@ def release(p: RouterState, number: int) -> None:
         p.tell(m.Release(request=number))
 
 
+def disown(p: RouterState, holder: Holder) -> None:
+    """The holder has no lease of its own any more, and wants none."""
+    number, holder.own = holder.own, None
+    if number is not None:
+        release(p, number)
+
+
 def given_back(p: RouterState, number: int, used: bool, taken: int = 0, together: int = 0) -> None:
     """The instance says that it is through with its lease; the controller sees to it that this is so."""
     ticket = p.tickets.pop(number, None)
@@ -269,8 +276,9 @@ def idle(p: RouterState, instance: Instance) -> None:
 
 
 def end(p: RouterState, instance: Instance) -> None:
-    """Let an idle instance leave by itself."""
+    """Let an idle instance leave by itself: no GPU is to be made ready for it, nor kept."""
     instance.state = InstanceState.DEAD
+    disown(p, instance)
     p.send(instance.name, m.Exit())
     p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))
 

@@ -160,6 +160,30 @@ def test_a_replaced_version_finishes_what_it_has() -> None:
     assert one(actions, m.Exit) == m.Exit()
 
 
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_replaced_version_wants_no_seat_any_more(granted: bool, answers: bool) -> None:
+    """Neither the one that it has nor the one that it waits for, whether it is idle by then or has a request yet."""
+    rig = model()
+    ticket = handed(ask(rig, 1))
+    seat = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).request
+    if granted:
+        rig.hear(m.Granted(request=seat, lease=lease(), wake_nbytes=0))
+    returned = m.Returned(request=ticket, body=b"{}", nbytes=2)
+    if not answers:
+        assert said(rig.say("i1", returned), m.Release) == []
+    rig.do(e.DeployAsked(1, m.FunctionSpec(name="f", version=0, entry="config.json", snapshot="t", llm=LLM)))
+    rig.load("i2")
+    actions = rig.hear(m.Kept(name="f"))
+    if answers:
+        assert said(actions, m.Exit) == []
+        actions = rig.say("i1", returned)
+    assert one(actions, m.Release) == m.Release(request=seat)
+    assert one(actions, m.Exit) == m.Exit()
+    assert rig.hear(m.Granted(request=seat, lease=lease(), wake_nbytes=0)) == [], "it has crossed with that"
+    assert said(rig.do(e.InstanceExited("i1", "left")), m.Release) == []
+
+
 def test_a_lease_that_is_lost_is_told() -> None:
     rig = model()
     ask(rig, 1)
