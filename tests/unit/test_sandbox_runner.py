@@ -212,6 +212,15 @@ def test_a_report_of_thousands_of_causes_is_one() -> None:
     assert len(text) < report.MAX_CHARS + 100
 
 
+def test_a_report_of_errors_in_a_circle_has_each_once() -> None:
+    first, second, group = ValueError("first"), ValueError("second"), ExceptionGroup("all", [KeyError("third")])
+    first.__cause__, second.__context__, group.__cause__ = second, first, first
+    group.exceptions[0].__context__ = group
+    text = report.describe(group)
+    said = ("ValueError: first", "ValueError: second", "ExceptionGroup: all", "KeyError: 'third'")
+    assert [text.count(each) for each in said] == [1, 1, 1, 1]
+
+
 def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "argv", sys.argv)
