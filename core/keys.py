@@ -17,7 +17,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from dormouse.core.names import NAME
-from dormouse.core.privatefile import write_private
+from dormouse.core.wholefile import write_whole
 from dormouse.schemas.admin import Scope, Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -169,5 +169,5 @@ class KeyFile:
         revoked = sorted((key for key in keys if key.revoked_s is not None), key=lambda key: key.revoked_s or 0.0)
         forgotten = {key.id for key in revoked[:-MOST_REVOKED]}
         kept = [key for key in keys if key.id not in forgotten]
-        write_private(self._path, msgspec.json.format(msgspec.json.encode(kept)))
+        write_whole(self._path, msgspec.json.format(msgspec.json.encode(kept)))
         self._by_id = {key.id: key for key in kept}

@@ -15,6 +15,7 @@ import msgspec
 from dormouse.core import wayback
 from dormouse.core.paths import StatePaths
 from dormouse.core.version import package_version
+from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
 
@@ -127,4 +128,4 @@ def migrate(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> 
 
 def _write(state: StatePaths, version: int) -> None:
     text = msgspec.json.encode(StateVersion(version=version, dormouse=package_version()))
-    wayback.write(state.version, text)
+    write_whole(state.version, text)

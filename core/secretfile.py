@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dormouse.core.privatefile import write_private
+from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
 LEAST_NBYTES: Final = 4
@@ -149,11 +149,11 @@ class SecretFile:
     def _own_key(self) -> bytes:
         """Made with the first secret. Raises ConfigError, OSError."""
         if not self._key.exists() and not self._path.exists():
-            write_private(self._key, secrets.token_bytes(KEY_NBYTES))
+            write_whole(self._key, secrets.token_bytes(KEY_NBYTES))
         return self._read_key()
 
     def _write(self, found: list[SealedSecret]) -> None:
-        write_private(self._path, msgspec.json.format(msgspec.json.encode(found)))
+        write_whole(self._path, msgspec.json.format(msgspec.json.encode(found)))
         self._known = _stamp(self._path), found
 
 

@@ -5,7 +5,6 @@ It is there whole or not at all. While it is there, no newer node has said that 
 back as it was, and may be interrupted in that. What the newer node has written meanwhile into those files is given up.
 """
 
-import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Final
 import orjson
 
 from dormouse.core.paths import StatePaths
+from dormouse.core.wholefile import sync, write_whole
 from dormouse.schemas.errors import ConfigError
 
 _NAMES: Final = "names.json"
@@ -35,14 +35,14 @@ def keep(state: StatePaths, names: Iterable[str]) -> None:
         for number, name in enumerate(files):
             if name.endswith(_SHARED):
                 continue
-            with suppress(FileNotFoundError):
-                write(early / str(number), (state.state / name).read_bytes())
-        write(early / _NAMES, orjson.dumps(files))
+            if (state.state / name).exists():
+                _copy(state.state / name, early / str(number))
+        write_whole(early / _NAMES, orjson.dumps(files))
         early.rename(state.before)
     except OSError:
         shutil.rmtree(early, ignore_errors=True)  # the disk may be full of it
         raise
-    _sync(state.state)
+    sync(state.state)
 
 
 def go(state: StatePaths) -> bool:
@@ -50,13 +50,13 @@ def go(state: StatePaths) -> bool:
     for half in (".new", ".old"):
         shutil.rmtree(state.before.with_suffix(half), ignore_errors=True)
     try:
+        if not state.before.exists():
+            return False
         files = orjson.loads((state.before / _NAMES).read_bytes())
         for number, name in enumerate(files):
             _put_back(state.before / str(number), state.state / name)
         drop(state)
         return True
-    except FileNotFoundError:
-        return False
     except OSError as error:
         raise ConfigError(
             f"state directory {state.state}: the migration to a newer version, which did not come to serve, could not "
@@ -65,12 +65,15 @@ def go(state: StatePaths) -> bool:
 
 
 def _put_back(kept: Path, path: Path) -> None:
-    try:
-        data = kept.read_bytes()
-    except FileNotFoundError:
-        path.unlink(missing_ok=True)
+    if kept.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _copy(kept, path)
     else:
-        write(path, data)
+        path.unlink(missing_ok=True)
+
+
+def _copy(path: Path, to: Path) -> None:
+    write_whole(to, path.read_bytes(), path.stat().st_mode & 0o777)
 
 
 def drop(state: StatePaths) -> None:
@@ -79,35 +82,10 @@ def drop(state: StatePaths) -> None:
     _remove(late)
     with suppress(FileNotFoundError):
         state.before.rename(late)
-        _sync(state.state)
+        sync(state.state)
     shutil.rmtree(late, ignore_errors=True)  # it is none any more
-
-
-def write(path: Path, data: bytes) -> None:
-    """So that it is on the disk, whole, with the mode of what was there. Raises OSError."""
-    early = path.with_name(f"{path.name}.new")
-    try:
-        with early.open("wb") as file:
-            with suppress(FileNotFoundError):
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        early.rename(path)
-    except OSError:
-        early.unlink(missing_ok=True)  # the disk may be full of it
-        raise
-    _sync(path.parent)
 
 
 def _remove(directory: Path) -> None:
     with suppress(FileNotFoundError):
         shutil.rmtree(directory)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

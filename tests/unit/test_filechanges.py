@@ -25,7 +25,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked, self.lets = threading.Event(), threading.Event()
-        monkeypatch.setattr("dormouse.core.privatefile.os.fsync", self._fsync)
+        monkeypatch.setattr("dormouse.core.wholefile.os.fsync", self._fsync)
 
     def _fsync(self, fd: int) -> None:
         self.asked.set()

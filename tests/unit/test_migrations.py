@@ -1,6 +1,7 @@
 """State directories of older and newer versions, and migrations that are interrupted at any point."""
 
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dormouse.core.migrations import (
 )
 from dormouse.core.paths import StatePaths
 from dormouse.core.version import package_version
+from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
 
@@ -127,7 +129,7 @@ def _rewrites(state: StatePaths) -> None:
     with sqlite3.connect(state.catalogue) as database:
         database.execute("drop table functions")
     database.close()
-    wayback.write(state.keys, b"other keys")
+    write_whole(state.keys, b"other keys")
     (state.state / "more").write_text("new")
 
 
@@ -169,6 +171,23 @@ def test_a_node_that_takes_over_migrates_and_the_old_one_may_go_back(state: Stat
     with sqlite3.connect(state.catalogue) as database:
         assert database.execute("select name from functions").fetchall() == [("f",)]
     database.close()
+    assert wayback.go(state) is False
+
+
+def test_the_way_back_has_modes_and_folders_as_they_were(state: StatePaths) -> None:
+    def step(state: StatePaths) -> None:
+        shutil.rmtree(state.state / "folder")
+        state.keys.unlink()
+
+    _old(state)
+    state.keys.chmod(0o640)
+    (state.state / "folder").mkdir()
+    (state.state / "folder" / "file").write_text("kept")
+    assert migrate_with_way_back(state, [LARGE, Migration(step, files=("keys.json", "folder/file"))]) is True
+    assert wayback.go(state) is True
+    assert (state.state / "folder" / "file").read_text() == "kept"
+    assert (state.keys.read_text(), state.keys.stat().st_mode & 0o777) == ("keys", 0o640)
+    assert found_version(state) == StateVersion(version=1)
     assert wayback.go(state) is False
 
 

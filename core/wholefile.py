@@ -1,21 +1,26 @@
-"""A small file that the node's user alone reads, written as a whole: keys, secrets. Knows nothing of what is in it."""
+"""A small file, written as a whole and durably: keys, secrets, a version. Knows nothing of what is in it."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from dormouse.core.audit import as_its_directory
 
+PRIVATE: Final = 0o600
+"""The mode of what the node's user alone reads."""
 
-def write_private(path: Path, data: bytes) -> None:
+
+def write_whole(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Anew beside the old one, and durable when it returns: a crash leaves one of them, and a disk that is full the old
     one. Raises OSError.
     """
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
     try:
         with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
             as_its_directory(fd, path)
             file.write(data)
             file.flush()
@@ -25,8 +30,13 @@ def write_private(path: Path, data: bytes) -> None:
         with suppress(OSError):  # what was written of it takes room that others need
             new.unlink()
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync(path.parent)
+
+
+def sync(directory: Path) -> None:
+    """Its names are on the disk when it returns. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        os.fsync(fd)
     finally:
-        os.close(directory)
+        os.close(fd)
