@@ -1,9 +1,9 @@
-"""When a function has one more instance, and when a language model's tokens call for one: the rules, pure. Routers
-decide by them (router/decisions/replicas.py says why they are so), and so do simulated ones
+"""When a function has one more instance, when a language model's tokens call for one, and what that one gets: the
+rules, pure. Routers decide by them (router/decisions/replicas.py says why they are so), and so do simulated ones
 (controller/simulator/extras.py).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 SMOOTHING: Final = 0.2
@@ -43,3 +43,19 @@ def queue_is_late(queued: int, instances: int, at_once: int, run_s: float | None
     ``at_once``; nobody knows before one was answered.
     """
     return run_s is not None and (queued / instances / max(1, at_once) + 1.0) * run_s > deadline_s
+
+
+def has_room(*, extras: int, most: int, loading: int, loads: int, coming: int, wanted: int, gpus: int) -> bool:
+    """Whether a node that has so many ``extras`` has room for one more, and a GPU that nobody else wants. It has at
+    ``most`` so many, and so many ``loads`` at the same time. Each of the ``wanted`` leases, and each extra that is
+    ``coming``, takes a GPU.
+    """
+    return extras < most and loading < loads and gpus > coming + wanted
+
+
+def beyond_share(instances: Sequence[tuple[int, Sequence[int]]]) -> list[Sequence[int]]:
+    """Another instance serves, and is one of these: how many requests each has, and which of them have no token yet,
+    oldest first. What each gives up: the newest of those, as many as it has more than its share.
+    """
+    share = -(-sum(count for count, _ in instances) // len(instances))
+    return [waiting[max(0, len(waiting) - max(0, count - share)) :] for count, waiting in instances]

@@ -15,12 +15,14 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import LOADED, SPARE, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.executors import Executors
+from dormouse.core.config import LimitsSection
 from dormouse.core.memory.models import KnownModels
+from dormouse.core.replicas import has_room
 
-EXTRA_INSTANCES: Final = 16
-EXTRA_IDLE_S: Final = 30.0
-LOADS: Final = 2
-"""As a node has them if nobody says else (core/config.py, [limits]): a test compares."""
+LIMITS: Final = LimitsSection()
+"""As a node has them if nobody says else."""
+
+EXTRA_IDLE_S: Final = LIMITS.extra_idle_ms / 1000
 
 
 class Replicated(Protocol):
@@ -77,12 +79,18 @@ class Extras:
 
     def _room(self) -> bool:
         """Whether the node has room for one more, and a GPU that nobody else wants."""
-        if len(self._up) >= EXTRA_INSTANCES or len(self._loading) >= LOADS:
-            return False
         core = self._executors.core
         wanted = {running.instance for gpu in core.gpus.values() for running in gpu.leases.values()}
         wanted.update(waiting.model.instance for waiting in core.waiting.values())
-        return len(core.gpus) > len(self._loading) + len(wanted.difference(self.resting()))
+        return has_room(
+            extras=len(self._up),
+            most=LIMITS.extra_instances,
+            loading=len(self._loading),
+            loads=LIMITS.loads,
+            coming=len(self._loading),
+            wanted=len(wanted.difference(self.resting())),
+            gpus=len(core.gpus),
+        )
 
     def _start(self, function: Replicated) -> None:
         name = next(each for each in function.names[1:] if each not in self._up)

@@ -7,7 +7,7 @@ It knows nothing of how instances come and go: that is lives.py, which builds on
 from bisect import bisect_left
 from typing import Final
 
-from dormouse.core.replicas import token_due_s
+from dormouse.core.replicas import beyond_share, token_due_s
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions import timers as t
@@ -185,11 +185,12 @@ def share_out(p: RouterState, function: ServedFunction) -> None:
         feed(p, function)
         return
     serving = [each for each in map(p.instances.__getitem__, function.instances) if each.state.serves]
-    share = -(-sum(len(each.open) for each in serving) // len(serving))
-    for instance in serving:
-        waiting = [number for number in instance.open if (found := _request(p, number)) and not found.begun]
-        excess = max(0, len(instance.open) - share)
-        for number in waiting[max(0, len(waiting) - excess) :]:
+    waiting = [
+        [number for number in each.open if (found := _request(p, number)) and not found.begun] for each in serving
+    ]
+    moves = beyond_share([(len(each.open), own) for each, own in zip(serving, waiting, strict=True)])
+    for instance, numbers in zip(serving, moves, strict=True):
+        for number in numbers:
             request = _request(p, number)
             assert request is not None
             p.tickets[number].request = None

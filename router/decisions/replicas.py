@@ -31,7 +31,7 @@ Nobody can see that a function has no state in Python. A change of its model is 
 on its instances would answer differently, so all but the first end, and no more are started until it is deployed anew.
 """
 
-from dormouse.core.replicas import BEGUN, mean, most_instances, queue_is_late, wait_for_others
+from dormouse.core.replicas import BEGUN, has_room, mean, most_instances, queue_is_late, wait_for_others
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import lives, queueing
 from dormouse.router.decisions import timers as t
@@ -112,11 +112,16 @@ def late(p: RouterState, number: int) -> None:
 def _room(p: RouterState) -> bool:
     """Whether the node has room for one more extra, and a GPU that nobody else wants."""
     extras = [p.instances[name] for function in p.functions.values() for name in function.extras]
-    if len(extras) >= p.extra_instances or p.loading() >= p.loads:
-        return False
-    coming = sum(instance.state.loads for instance in extras)
     idle = {each.own for each in p.instances.values() if each.own is not None and not each.open}
-    return p.gpus > coming + sum(not ticket.done for number, ticket in p.tickets.items() if number not in idle)
+    return has_room(
+        extras=len(extras),
+        most=p.extra_instances,
+        loading=p.loading(),
+        loads=p.loads,
+        coming=sum(instance.state.loads for instance in extras),
+        wanted=sum(not ticket.done for number, ticket in p.tickets.items() if number not in idle),
+        gpus=p.gpus,
+    )
 
 
 def idled(p: RouterState, name: str) -> None:

@@ -18,7 +18,6 @@ from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
-from dormouse.core.config import LimitsSection
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
@@ -349,9 +348,3 @@ def test_instances_that_cannot_be_are_refused(keys: dict[str, Any], said: str) -
     with pytest.raises(ConfigError) as refused:
         parse_scenario(tree(**keys), "s.toml")
     assert f"s.toml: models[0].{said}" in str(refused.value)
-
-
-def test_limits_are_those_of_a_node() -> None:
-    limits = LimitsSection()
-    simulated = extras.EXTRA_INSTANCES, extras.EXTRA_IDLE_S * 1000, extras.LOADS
-    assert simulated == (limits.extra_instances, limits.extra_idle_ms, limits.loads)

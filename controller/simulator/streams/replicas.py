@@ -12,7 +12,7 @@ from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.model import LlmSpec
 from dormouse.controller.simulator.streams.stream import Stream
-from dormouse.core.replicas import mean, wait_for_others
+from dormouse.core.replicas import BEGUN, beyond_share, mean, wait_for_others
 
 
 class SimulatedInstance:
@@ -75,16 +75,10 @@ class StreamReplicas:
         self._tpot_s[function] = mean(self._tpot_s.get(function), tpot_s)
 
     def excess(self) -> list[tuple[SimulatedInstance, int]]:
-        """Requests that are to go to an instance that is new: the newest of those without a token, of each that has
-        more than its share.
-        """
-        share = -(-sum(map(_open, self.serving)) // len(self.serving))
-        found = []
-        for each in self.serving:
-            waiting = [request for request in each.open if self._due_s(request) < float("inf")]
-            more = max(0, len(each.open) - share)
-            found += [(each, request) for request in waiting[max(0, len(waiting) - more) :]]
-        return found
+        """Requests that are to go to an instance that is new, and who has them."""
+        waiting = [[request for request in each.open if self._due_s(request) < BEGUN] for each in self.serving]
+        moves = beyond_share([(len(each.open), own) for each, own in zip(self.serving, waiting, strict=True)])
+        return [(each, request) for each, requests in zip(self.serving, moves, strict=True) for request in requests]
 
     # --- what extras.py asks
 
