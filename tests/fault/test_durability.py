@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Any, Final
 import pytest
 import safetensors.torch
 import torch
+from small_disk import fill, node_on_small_disk
 
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
@@ -462,37 +462,13 @@ def test_a_disk_that_refuses_writes_is_said_and_tried_again(node: TestNode) -> N
 
 
 @contextmanager
-def small_disk(size: str) -> Iterator[TestNode]:
-    """A node whose state is on a disk of its own."""
-    with tempfile.TemporaryDirectory(prefix="dm") as directory:
-        os.chmod(directory, 0o755)
-        node = TestNode(Path(directory), config(disk="1GiB"))  # the store itself keeps no tenth of the disk free
-        node.state.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(node.state)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("file systems cannot be mounted here")
-        try:
-            node.start()
-            yield node
-            node.stop()
-        finally:
-            if node.process is not None and node.process.poll() is None:
-                node.process.kill()
-                node.process.wait()
-            node.close()
-            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
-
-
-def fill(directory: Path) -> Path:
-    path = directory / "filler"
-    with path.open("ab", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return path
+def small_disk_node(size: str) -> Iterator[TestNode]:
+    with node_on_small_disk(config(disk="1GiB"), size) as node:  # the store itself keeps no tenth of the disk free
+        yield node
 
 
 def test_d14_a_disk_without_a_byte_left_stops_no_process_and_brings_nothing_back() -> None:
-    with small_disk("64m") as node:
+    with small_disk_node("64m") as node:
         deploy(node, 1)
         in_files(node, "f1")
         chatty = """

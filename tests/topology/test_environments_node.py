@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import node_on_small_disk
 from wheels import PackageIndex
 
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 
 pytestmark = pytest.mark.timeout(600)
@@ -311,37 +310,25 @@ def test_code_of_packages_reaches_nothing_of_the_node_or_of_others(index: Packag
 
 def test_files_that_a_build_has_open_and_removed_count(index: PackageIndex) -> None:
     """By no look at its folder they could be seen."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as told,
-        tempfile.TemporaryDirectory(prefix="dm") as directory,
-    ):
-        setup = HOARD.format(port=told.getsockname()[1])
-        index.sources("hoard", "1.0", setup)
-        os.chmod(directory, 0o755)
-        own = f'index = "{index.url}"\nbuilds = true\nsize = "16MiB"\ntime_ms = 300000\n'
-        node = TestNode(Path(directory), f'{GPU}[limits]\ndisk = "0"\n[environments]\n{own}')
-        node.state.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(node.state)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("file systems cannot be mounted here")
+    own = f'index = "{index.url}"\nbuilds = true\nsize = "16MiB"\ntime_ms = 300000\n'
+    config = f'{GPU}[limits]\ndisk = "0"\n[environments]\n{own}'
+    with socket.create_server(("127.0.0.1", 0)) as told:
+        index.sources("hoard", "1.0", HOARD.format(port=told.getsockname()[1]))
         told.settimeout(WAIT_S)
-        try:
-            with kept_running(node), ThreadPoolExecutor(1) as thread:
-                node.deployed("f", FUNCTION, requirements="colours==1.0")
-                answer = thread.submit(node.deploy, "f", FUNCTION, requirements="hoard", allow_build=True)
-                with told.accept()[0] as theirs:
-                    theirs.settimeout(WAIT_S)
-                    held = b"".join(iter(partial(theirs.recv, 100), b""))  # until it is ended
-                assert 8 <= len(held) <= 60, "MiB that have no name, when it was ended"
-                refused = answer.result(WAIT_S)
-                assert (refused.status, refused.code) == (413, "environment_too_large"), refused
-                assert "code of a package keeps files that it has removed" in refused.message
-                disk = os.statvfs(node.state)
-                assert disk.f_bavail * disk.f_frsize > 140 << 20, "it keeps nothing"
-                assert node.result("f", 0) == ["1.0", 3.0]
-                assert [path.name for path in (node.state / "environments").glob(".[0-9]*")] == []
-        finally:
-            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
+        with node_on_small_disk(config, "160m") as node, ThreadPoolExecutor(1) as thread:
+            node.deployed("f", FUNCTION, requirements="colours==1.0")
+            answer = thread.submit(node.deploy, "f", FUNCTION, requirements="hoard", allow_build=True)
+            with told.accept()[0] as theirs:
+                theirs.settimeout(WAIT_S)
+                held = b"".join(iter(partial(theirs.recv, 100), b""))  # until it is ended
+            assert 8 <= len(held) <= 60, "MiB that have no name, when it was ended"
+            refused = answer.result(WAIT_S)
+            assert (refused.status, refused.code) == (413, "environment_too_large"), refused
+            assert "code of a package keeps files that it has removed" in refused.message
+            disk = os.statvfs(node.state)
+            assert disk.f_bavail * disk.f_frsize > 140 << 20, "it keeps nothing"
+            assert node.result("f", 0) == ["1.0", 3.0]
+            assert [path.name for path in (node.state / "environments").glob(".[0-9]*")] == []
 
 
 def test_a_link_in_a_wheel_is_text(node: TestNode) -> None:
@@ -454,24 +441,15 @@ def test_a_build_is_bounded_in_time_and_in_bytes(index: PackageIndex) -> None:
 
 
 def test_a_full_disk_is_said_and_leaves_what_is_there(index: PackageIndex) -> None:
-    with tempfile.TemporaryDirectory(prefix="dm") as directory:
-        os.chmod(directory, 0o755)
-        node = TestNode(Path(directory), f'{GPU}[limits]\ndisk = "0"\n[environments]\nindex = "{index.url}"\n')
-        node.state.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(node.state)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("file systems cannot be mounted here")
-        try:
-            with kept_running(node):
-                node.deployed("f", FUNCTION, requirements="colours==1.0")
-                answer = node.deploy("f", FUNCTION, requirements="large\ncolours==2.0")
-                assert (answer.status, answer.code) == (507, "disk_full"), answer
-                assert "free space" in answer.message
-                assert node.result("f", 0) == ["1.0", 3.0]
-                assert _kept(node) == 1
-                node.deployed("f", FUNCTION, requirements="colours==2.0")
-        finally:
-            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
+    config = f'{GPU}[limits]\ndisk = "0"\n[environments]\nindex = "{index.url}"\n'
+    with node_on_small_disk(config, "3m") as node:
+        node.deployed("f", FUNCTION, requirements="colours==1.0")
+        answer = node.deploy("f", FUNCTION, requirements="large\ncolours==2.0")
+        assert (answer.status, answer.code) == (507, "disk_full"), answer
+        assert "free space" in answer.message
+        assert node.result("f", 0) == ["1.0", 3.0]
+        assert _kept(node) == 1
+        node.deployed("f", FUNCTION, requirements="colours==2.0")
 
 
 @pytest.mark.parametrize("granted", [False, True])

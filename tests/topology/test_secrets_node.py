@@ -3,17 +3,16 @@
 import os
 import resource
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_disk import fill, node_on_small_disk
 
 from dormouse.core.node import procfs
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
@@ -260,33 +259,21 @@ def test_a_neighbour_finds_no_secret_of_another_tenants(node: TestNode) -> None:
 
 
 def test_a_full_disk_takes_no_secret_and_loses_none() -> None:
-    with tempfile.TemporaryDirectory(prefix="dm") as directory:
-        os.chmod(directory, 0o755)
-        node = TestNode(Path(directory), '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\ndisk = "0"\n')
-        node.state.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(node.state)]
-        if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("file systems cannot be mounted here")
-        try:
-            with kept_running(node):
-                node.admin.set_secret("", "TOKEN", VALUE)
-                node.deployed("f", FUNCTION, secrets=("TOKEN",))
-                filled = node.state / "filled"
-                with filled.open("wb", buffering=0) as file, suppress(OSError):
-                    while True:
-                        file.write(bytes(4096))
-                for name in ("TOKEN", "OTHER"):
-                    with pytest.raises(CallRefused, match="nothing was changed; free space on its disk") as caught:
-                        node.admin.set_secret("", name, "another value " * 2000)
-                    assert (caught.value.status, caught.value.code) == (507, "not_kept")
-                assert node.result("f", 0)["TOKEN"] == VALUE
-                assert [row["name"] for row in node.admin.secrets()] == ["TOKEN"]
-                filled.unlink()
-                assert node.restart("f").status == 200
-                node.wait(lambda: bool(node.result("f", 0)["TOKEN"] == VALUE), 60, "the function to be back")
-                node.admin.set_secret("", "OTHER", "another value")
-        finally:
-            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
+    config = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\ndisk = "0"\n'
+    with node_on_small_disk(config, "3m") as node:
+        node.admin.set_secret("", "TOKEN", VALUE)
+        node.deployed("f", FUNCTION, secrets=("TOKEN",))
+        filled = fill(node.state)
+        for name in ("TOKEN", "OTHER"):
+            with pytest.raises(CallRefused, match="nothing was changed; free space on its disk") as caught:
+                node.admin.set_secret("", name, "another value " * 2000)
+            assert (caught.value.status, caught.value.code) == (507, "not_kept")
+        assert node.result("f", 0)["TOKEN"] == VALUE
+        assert [row["name"] for row in node.admin.secrets()] == ["TOKEN"]
+        filled.unlink()
+        assert node.restart("f").status == 200
+        node.wait(lambda: bool(node.result("f", 0)["TOKEN"] == VALUE), 60, "the function to be back")
+        node.admin.set_secret("", "OTHER", "another value")
 
 
 def test_a_node_without_its_key_says_so_and_serves_the_others(node: TestNode) -> None:

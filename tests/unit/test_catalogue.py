@@ -2,12 +2,12 @@
 
 import resource
 import sqlite3
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 
 from dormouse.controller.catalogue import RESERVE_NBYTES, CatalogueFile, NotWritten
 from dormouse.core.config import StartSection
@@ -132,36 +132,30 @@ def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which can be full to the last block."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+def full_soon(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "1m"):
+        yield tmp_path
 
 
-def test_d14_a_removal_on_a_full_disk_is_durable(small_disk: Path) -> None:
-    catalogue = CatalogueFile(small_disk / "c")
+def test_d14_a_removal_on_a_full_disk_is_durable(full_soon: Path) -> None:
+    catalogue = CatalogueFile(full_soon / "c")
     for name in ("a", "b"):
         catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot="x" * 100_000))
-    with suppress(OSError), (small_disk / "filler").open("ab", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
+    filler = fill(full_soon)
     with pytest.raises(NotWritten):
         catalogue.keep(FunctionSpec(name="c", version=1, entry="c.py", snapshot="y" * 400_000))
     before = [spec.name for spec in catalogue.functions()]
     catalogue.remove("b")
-    copy = sqlite3.connect(small_disk / "c")
+    copy = sqlite3.connect(full_soon / "c")
     assert copy.execute("SELECT name FROM functions").fetchall() == [("a",)]
     copy.close()
     assert before == ["a", "b"]
-    assert not (small_disk / "c.reserve").exists()
-    (small_disk / "filler").unlink()
+    assert not (full_soon / "c.reserve").exists()
+    filler.unlink()
     catalogue.settle()
-    assert (small_disk / "c.reserve").stat().st_blocks * 512 >= RESERVE_NBYTES
+    assert (full_soon / "c.reserve").stat().st_blocks * 512 >= RESERVE_NBYTES
     catalogue.close()
-    again = CatalogueFile(small_disk / "c")
+    again = CatalogueFile(full_soon / "c")
     assert again.versions() == [("a", 1)]
     again.close()
 
