@@ -187,6 +187,7 @@ def test_arrows_go_along_the_timeline_and_the_maps(node: TestNode, page: Browser
     page.wait(lambda: page.text("[data-timeline]").startswith("mood on GPU "), "words about it")
     page.press("escape")
     page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "words about all")
+    page.wait(lambda: page.run("return document.querySelector('[data-stop=\"f:mood\"]') !== null"), "its model")
     page.run("document.querySelector('[data-stop=\"f:mood\"]').focus()")
     page.press("right")
     assert page.run("return document.activeElement.dataset.stop") == "free"

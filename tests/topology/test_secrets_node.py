@@ -277,6 +277,8 @@ def test_a_full_disk_takes_no_secret_and_loses_none() -> None:
 
 
 def test_a_node_without_its_key_says_so_and_serves_the_others(node: TestNode) -> None:
+    node.admin.set_secret("shop", "SHOP", "value of the shop")
+    node.deployed("f", FUNCTION)
     key = node.state / "secrets.key"
     os.rename(key, node.state / "away")
     try:
