@@ -6,24 +6,12 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from held_requests import FUNCTION, held
 
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'
-
-FUNCTION = """
-import os, time
-import torch
-
-def load():
-    return torch.ones(4).to("cuda")
-
-def handle(weights, request):
-    while "until" in request and not os.path.exists(request["until"]):
-        time.sleep(0.01)
-    return {"sum": weights.sum().item(), "had": request["x"]}
-"""
 
 REFUSED = (503, "draining", "5")
 
@@ -39,29 +27,27 @@ def _states(node: TestNode) -> list[str]:
 
 
 def test_what_runs_ends_and_what_is_new_waits_elsewhere() -> None:
-    with running_node(CONFIG) as node, ThreadPoolExecutor(2) as pool:
+    with running_node(CONFIG) as node, ThreadPoolExecutor(1) as pool:
         node.deployed("f", FUNCTION)
-        go = node.shared / "go"
-        running = pool.submit(node.invoke, "f", {"until": str(go), "x": 1})
-        node.wait(lambda: node.status()["functions"]["f"]["running"] == 1, 60, "the request to run")
-        for x in range(5):  # two of them begin: into the function's queue
-            answer = node.http("POST", "/functions/f/invoke", {"x": x}, headers={"Prefer": "respond-async"})
-            assert answer.status == 202
-        node.wait(lambda: node.status()["node"]["requests_open"] == 3, 60, "two jobs to be requests")
-        drained = pool.submit(node.admin.drain)
-        node.wait(lambda: node.status()["node"]["draining"], 60, "the drain")
+        with held(node, x=1) as running:
+            for x in range(5):  # two of them begin: into the function's queue
+                answer = node.http("POST", "/functions/f/invoke", {"x": x}, headers={"Prefer": "respond-async"})
+                assert answer.status == 202
+            node.wait(lambda: node.status()["node"]["requests_open"] == 3, 60, "two jobs to be requests")
+            drained = pool.submit(node.admin.drain)
+            node.wait(lambda: node.status()["node"]["draining"], 60, "the drain")
 
-        assert _new(node) == REFUSED
-        ready = node.http("GET", "/readyz")
-        assert (ready.status, ready.body) == (503, {"ready": False, "missing": [], "draining": True})
-        assert node.http("GET", "/healthz").status == 200
-        with pytest.raises(CallRefused, match="takes no new requests") as refused:
-            node.admin.detach("f", b'{"x": 9}')
-        assert (refused.value.status, refused.value.code) == (503, "draining")
-        assert not drained.done()
+            assert _new(node) == REFUSED
+            ready = node.http("GET", "/readyz")
+            assert (ready.status, ready.body) == (503, {"ready": False, "missing": [], "draining": True})
+            assert node.http("GET", "/healthz").status == 200
+            with pytest.raises(CallRefused, match="takes no new requests") as refused:
+                node.admin.detach("f", b'{"x": 9}')
+            assert (refused.value.status, refused.value.code) == (503, "draining")
+            assert not drained.done()
 
-        go.touch()
-        assert running.result().body == {"sum": 4.0, "had": 1}
+            running.go()
+            assert running.answer().body == {"sum": 4.0, "had": 1}
         assert drained.result() is True
         assert _states(node) == ["succeeded", "succeeded", "queued", "queued", "queued"]
         assert node.admin.drain() is True, "at once"
@@ -88,15 +74,13 @@ def _draining_again(node: TestNode) -> bool:
 
 
 def test_a_drain_that_is_undone_while_somebody_waits_says_so() -> None:
-    with running_node(CONFIG) as node, ThreadPoolExecutor(2) as pool:
+    with running_node(CONFIG) as node, ThreadPoolExecutor(1) as pool:
         node.deployed("f", FUNCTION)
-        go = node.shared / "go"
-        running = pool.submit(node.invoke, "f", {"until": str(go), "x": 1})
-        node.wait(lambda: node.status()["functions"]["f"]["running"] == 1, 60, "the request to run")
-        drained = pool.submit(node.admin.drain)
-        node.wait(lambda: node.status()["node"]["draining"], 60, "the drain")
-        node.admin.drain(undo=True)
-        assert drained.result() is False
-        go.touch()
-        assert running.result().status == 200
+        with held(node, x=1) as running:
+            drained = pool.submit(node.admin.drain)
+            node.wait(lambda: node.status()["node"]["draining"], 60, "the drain")
+            node.admin.drain(undo=True)
+            assert drained.result() is False
+            running.go()
+            assert running.answer().status == 200
         assert node.result("f", {"x": 2})["had"] == 2

@@ -14,19 +14,19 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held_requests import FUNCTION, held
 
 from dormouse.core import wayback
 from dormouse.core.node import nodeprocess, procfs
 from dormouse.core.node.orphans import OrphanProcess
-from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
+from dormouse.core.node.testing import TestNode, kept_running, running_node
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ProcessFailed
 
@@ -36,44 +36,6 @@ CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'
 CERTIFICATES = Path(__file__).parents[1] / "certificate"
 STAGE = "requests end"
 OLD = '{"version": 0, "dormouse": "an older one"}'
-
-FUNCTION = """
-import os, time
-import torch
-
-def load():
-    return torch.ones(4).to("cuda")
-
-def handle(weights, request):
-    while "until" in request and not os.path.exists(request["until"]):
-        time.sleep(0.01)
-    return {"sum": weights.sum().item(), "had": request["x"]}
-"""
-
-
-class Held:
-    """A request that runs until :meth:`go`."""
-
-    def __init__(self, node: TestNode, pool: ThreadPoolExecutor) -> None:
-        self._file = node.shared / "go"
-        self._answer = pool.submit(node.invoke, "f", {"until": str(self._file), "x": 7})
-        node.wait(lambda: node.status()["functions"]["f"]["running"] == 1, 60, "the request to run")
-
-    def go(self) -> None:
-        self._file.touch()
-
-    def answer(self) -> HttpAnswer:
-        return self._answer.result()
-
-
-@contextmanager
-def held(node: TestNode) -> Iterator[Held]:
-    with ThreadPoolExecutor(1) as pool:
-        found = Held(node, pool)
-        try:
-            yield found
-        finally:
-            found.go()
 
 
 def at_stage(act: Callable[[], None], stage: str = STAGE) -> Callable[[str], None]:
