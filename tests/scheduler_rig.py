@@ -1,5 +1,7 @@
 """A scheduling core, models and executors for tests: what is asked of it and what comes of that, in a word."""
 
+from collections.abc import Sequence
+
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import Done, PoolStats
@@ -14,11 +16,18 @@ def pool(total_nbytes: int, used_nbytes: int = 0) -> PoolStats:
 
 
 def scheduler(
-    gpus: int = 2, total_nbytes: int = 4 * GIB, max_waiting: int = 100, policy: Policy = DEFAULT
+    gpus: int = 2,
+    total_nbytes: int = 4 * GIB,
+    max_waiting: int = 100,
+    policy: Policy = DEFAULT,
+    models: Sequence[str] = (),
 ) -> Scheduler:
+    """``models`` are instances with a model of 1 GiB each."""
     made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting, policy=policy)
     for gpu in range(gpus):
         made.handle(ev.ExecutorUp(gpu, 1, pool(total_nbytes)), 0.0)
+    for instance in models:
+        add_model(made, instance, GIB)
     return made
 
 

@@ -35,9 +35,7 @@ def test_another_model_goes_to_the_gpu_with_most_room() -> None:
 
 
 def test_requests_are_served_in_order_of_arrival() -> None:
-    core = scheduler(gpus=1)
-    for name in "abc":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="abc")
     first = only_wake(ask(core, 1, "a"))
     assert ask(core, 2, "b") == []
     assert ask(core, 3, "c") == []
@@ -48,9 +46,7 @@ def test_requests_are_served_in_order_of_arrival() -> None:
 
 def test_another_order_is_for_those_who_wait_too() -> None:
     """Also for one that is parked behind its instance's lease, and for one that is held for a busy GPU."""
-    core = scheduler(gpus=2, policy=Policy(order="fifo"))
-    for name in "abcd":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=2, policy=Policy(order="fifo"), models="abcd")
     first, second = (only_wake(ask(core, number, name)) for number, name in enumerate("ab"))
     core.handle(over(second), 0.1)  # its model stays there, and how long it runs is known
     second = only_wake(ask(core, 2, "b", 0.2))

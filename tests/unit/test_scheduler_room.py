@@ -48,9 +48,7 @@ def test_a_gpu_that_misses_less_is_taken_before_one_with_more_room() -> None:
 
 def test_free_bytes_are_what_the_executor_says() -> None:
     """Three models on GPU 0 share most of their bytes: it has more room than one model on GPU 1 leaves."""
-    core = scheduler(total_nbytes=4 * GIB)
-    for name in "abcd":
-        add_model(core, name, GIB)
+    core = scheduler(total_nbytes=4 * GIB, models="abcd")
     first = only_wake(ask(core, 1, "a", now_s=0.0))
     second = only_wake(ask(core, 2, "b", now_s=0.0))
     core.handle(over(first, others={"c": GIB, "b": GIB}, free=3 * GIB), 0.1)
@@ -59,9 +57,7 @@ def test_free_bytes_are_what_the_executor_says() -> None:
 
 
 def test_worth_falls_with_the_rate_of_use() -> None:
-    core = scheduler(gpus=1)
-    for name in "abcd":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="abcd")
     for request, name in enumerate("abca"):
         core.handle(over(only_wake(ask(core, request, name, float(request)))), float(request))
     only_wake(ask(core, 9, "d", 3.0))
@@ -70,9 +66,7 @@ def test_worth_falls_with_the_rate_of_use() -> None:
 
 
 def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
-    core = scheduler()
-    for name in "abc":
-        add_model(core, name, GIB)
+    core = scheduler(models="abc")
     first = only_wake(ask(core, 1, "a"))
     second = only_wake(ask(core, 2, "b"))
     core.handle(over(first), 0.1)
@@ -99,9 +93,7 @@ def test_other_gpus_that_have_bytes_of_it_are_named_most_first() -> None:
 
 
 def test_what_others_lose_is_counted_and_what_a_lease_gives_up_itself_is_not() -> None:
-    core = scheduler(gpus=1)
-    for name in ("a-1", "b-1"):
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models=("a-1", "b-1"))
     core.handle(over(only_wake(ask(core, 1, "a-1"))), 0.0)
     core.handle(over(only_wake(ask(core, 2, "b-1")), others={"a-1": GIB // 2}), 0.0)
     assert core.gpus[0].resident == {"a-1": GIB // 2, "b-1": GIB}
@@ -112,9 +104,7 @@ def test_what_others_lose_is_counted_and_what_a_lease_gives_up_itself_is_not() -
 
 
 def test_an_operation_out_of_memory_evicts_others() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     core.handle(over(only_wake(ask(core, 1, "a"))), 0.0)
     ask(core, 2, "b")
     core.handle(ev.Evicted(0, 9, (("a", 0),), pool(8 * GIB)), 0.0)  # of another epoch
@@ -125,9 +115,7 @@ def test_an_operation_out_of_memory_evicts_others() -> None:
 
 
 def test_a_lease_that_lasts_says_at_its_begin_for_what_others_made_room() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     core.handle(over(only_wake(ask(core, 1, "a"))), 0.0)
     ask(core, 2, "b")
     core.handle(ev.Evicted(0, 1, (("a", 0), ("b", GIB)), pool(8 * GIB), seated=True), 0.0)

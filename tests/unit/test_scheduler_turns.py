@@ -11,9 +11,7 @@ from dormouse.schemas.policy import Policy
 
 
 def test_a_turn_that_is_not_used_goes_to_one_who_waits_and_comes_back() -> None:
-    core = scheduler(gpus=1)
-    for name in "abc":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="abc")
     first = only_wake(ask(core, 1, "a"))
     assert ask(core, 2, "b", 0.01) == []
     paused, wake = core.handle(turn(ev.TurnIdle, first), 0.03)
@@ -49,9 +47,7 @@ def test_a_turn_is_taken_where_the_only_room_is(placement: str, small_nbytes: in
 
 def test_another_instance_of_a_function_computes_on_another_gpu() -> None:
     """Though the first does not use its turn just now, and its GPU has the whole model already."""
-    core = scheduler()
-    for name in ("a-1", "a-2"):
-        add_model(core, name, GIB)
+    core = scheduler(models=("a-1", "a-2"))
     first = only_wake(ask(core, 1, "a-1"))
     core.handle(ev.Evicted(first.lease.gpu, 1, (("a-1", GIB), ("a-2", GIB)), pool(4 * GIB, GIB)), 0.1)
     core.handle(turn(ev.TurnIdle, first), 0.2)
@@ -59,9 +55,7 @@ def test_another_instance_of_a_function_computes_on_another_gpu() -> None:
 
 
 def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     first = only_wake(ask(core, 1, "a"))
     assert core.handle(turn(ev.TurnIdle, first), 0.03) == []
     assert core.handle(turn(ev.TurnBusy, first), 0.04) == []
@@ -85,10 +79,7 @@ def test_no_turn_is_taken_while_another_gpu_has_one() -> None:
 
 
 def test_two_turns_on_one_gpu() -> None:
-    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
-    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
-    for name in "abc":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, policy=Policy(turns=2), models="abc")
     first, second = only_wake(ask(core, 1, "a")), only_wake(ask(core, 2, "b"))
     assert first.lease.gpu == second.lease.gpu == 0
     assert ask(core, 3, "c") == []
@@ -97,9 +88,7 @@ def test_two_turns_on_one_gpu() -> None:
 
 
 def test_time_without_a_turn_is_no_time_of_the_function() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     core.handle(over(only_wake(ask(core, 1, "a")), copied=0), 0.0)
     first = only_wake(ask(core, 2, "a", 10.0))
     ask(core, 3, "b", 10.0)
@@ -161,9 +150,7 @@ def test_a_lease_that_is_answered_and_not_given_back_is_revoked() -> None:
 
 
 def test_an_instance_that_dies_without_its_turn_gives_its_seat_back() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     first = only_wake(ask(core, 1, "a"))
     ask(core, 2, "b")
     core.handle(turn(ev.TurnIdle, first), 0.03)
@@ -177,9 +164,7 @@ def test_an_instance_that_dies_without_its_turn_gives_its_seat_back() -> None:
 
 
 def test_a_gpu_is_lost_while_four_hold_seats() -> None:
-    core = scheduler(gpus=1, total_nbytes=8 * GIB)
-    for name in "abcd":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, total_nbytes=8 * GIB, models="abcd")
     for request, name in enumerate("abcd", 1):
         wake = only_wake(ask(core, request, name))
         if request < 4:
@@ -191,9 +176,7 @@ def test_a_gpu_is_lost_while_four_hold_seats() -> None:
 
 
 def test_a_request_that_wanted_its_turn_when_its_gpu_was_lost_is_asked_again() -> None:
-    core = scheduler(gpus=1)
-    for name in "ab":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, models="ab")
     first = only_wake(ask(core, 1, "a"))
     ask(core, 2, "b")
     core.handle(turn(ev.TurnIdle, first), 0.03)
@@ -207,10 +190,7 @@ def test_a_request_that_wanted_its_turn_when_its_gpu_was_lost_is_asked_again() -
 
 
 def test_whose_request_evicted_it_is_not_guessed_of_two() -> None:
-    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
-    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
-    for name in "abc":
-        add_model(core, name, GIB)
+    core = scheduler(gpus=1, policy=Policy(turns=2), models="abc")
     core.handle(over(only_wake(ask(core, 1, "c"))), 0.1)
     for request, expected in ((2, "a"), (3, "")):
         ask(core, request, "ab"[request - 2])
