@@ -285,6 +285,14 @@ class Played:
         self.do(e.WakeAsked(wake, e.WakeRates(1e9, 0.0)))
         return self.serials
 
+    def paused(self, name: str, steps: bool = False) -> int:
+        """Its lease, which has a seat and no turn; with ``steps``, its runtime has had one."""
+        serial = self.wake(name)
+        if steps:
+            self.step(name)
+        self.do(m.Pause(serial=serial))
+        return serial
+
     def outcomes(self) -> list[str]:
         return [each.outcome for each in self.controller if isinstance(each, m.Done)]
 

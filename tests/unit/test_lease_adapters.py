@@ -27,10 +27,8 @@ def test_functions_with_adapters_share_a_runtime_with_their_base_and_each_other(
 
 def test_an_adapter_is_unmapped_before_its_lease_is_over() -> None:
     played = Played(models="ab", shared="ab", adapters="b")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    first = played.paused("a")
+    second = played.paused("b")
     played.obeys = False
     played.do(e.SeatUnwanted(second))
     (leaves,) = [each for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
@@ -70,10 +68,8 @@ def test_of_two_that_have_the_same_adapter_the_last_to_end_names_its_memory() ->
     played = Played(models="abc", shared="abc", adapters="ab")
     for name in "ab":
         played.model(name, 99, adapter=200)
-    third = played.wake("c")
-    played.do(m.Pause(serial=third))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    played.paused("c")
+    second = played.paused("b")
     first = played.wake("a")
     played.obeys = False
     played.do(e.SeatUnwanted(first))
@@ -89,8 +85,7 @@ def test_of_two_that_have_the_same_adapter_the_last_to_end_names_its_memory() ->
 def test_a_turn_that_comes_back_lets_go_of_no_adapter() -> None:
     """It crosses with what asks for that."""
     played = Played(models="ab", shared="ab", adapters="a")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    first = played.paused("a")
     second = played.wake("b")
     played.obeys = False
     played.do(m.Pause(serial=second))
@@ -106,10 +101,8 @@ def test_a_turn_that_comes_back_lets_go_of_no_adapter() -> None:
 def test_a_lease_that_ends_while_it_leaves_names_its_memory_once() -> None:
     """Else what was given to it anew meanwhile would be unmapped."""
     played = Played(granules=3, models="abc", shared="abc", adapters="bc")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    played.paused("a")
+    second = played.paused("b")
     played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
     played.obeys = False
     played.wake("c")
@@ -123,8 +116,7 @@ def test_a_lease_that_ends_while_it_leaves_names_its_memory_once() -> None:
 
 def test_an_adapter_that_does_not_come_ends_its_own_lease_only() -> None:
     played = Played(models="abc", shared="abc", adapters="bc")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a")
     played.comes = False
     second = played.wake("b")
     free_nbytes = played.machine.stats().free_nbytes
@@ -138,8 +130,7 @@ def test_an_adapter_that_does_not_come_ends_its_own_lease_only() -> None:
 def test_a_lease_ends_though_some_of_the_base_is_lost() -> None:
     """Until its runtime has died of that."""
     played = Played(models="abc", shared="ab", adapters="b")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    first = played.paused("a")
     second = played.wake("b")
     played.machine._state.leases[first].copies = True
     played.do(e.Came(first, [99], lost=True))
@@ -207,10 +198,8 @@ def test_a_hundred_adapters_where_twenty_fit() -> None:
 def test_kv_of_who_computes_has_the_room_of_an_adapter_that_does_not() -> None:
     """Else a GPU full of adapters would compute none of them."""
     played = Played(granules=3, models="abc", shared="abc", adapters="bc")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    played.paused("a")
+    played.paused("b")
     played.wake("c")
     assert played.machine.stats().free_nbytes == 0
     played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
@@ -312,8 +301,7 @@ def test_a_wish_for_kv_takes_what_is_free_and_no_adapter_of_which_there_are_sequ
 def test_a_wish_for_kv_takes_idle_weights_unless_an_adapter_would_have_to_come_again(away: bool) -> None:
     played = Played(granules=5, models="abcd", shared="abc", adapters="bc")
     played.do(e.SeatUnwanted(played.wake("d")))
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a")
     second = played.wake("b")
     if away:
         played.do(m.Pause(serial=second))
@@ -377,8 +365,7 @@ def test_idle_kv_makes_room_for_an_adapter_of_the_same_runtime_before_its_seat_i
 def test_idle_kv_of_a_runtime_goes_before_one_of_its_adapters_that_has_sequences() -> None:
     """They would stand still, and KV that nobody needs now may never be asked for."""
     played = Played(granules=5, models="abc", shared="abc", adapters="bc")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a")
     second = played.wake("b")
     played.say("g", m.KvWanted(extents=3, nbytes=GRANULE))
     played.step("g", idle=2)

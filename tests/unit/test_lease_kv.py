@@ -92,9 +92,7 @@ def test_an_operation_has_the_room_of_idle_kv() -> None:
 def test_an_operation_has_the_room_that_a_seat_holds_beside_its_bytes() -> None:
     """By bytes there is room; the granules are all of seats."""
     played = Played(granules=2, models="ab", nbytes=GRANULE // 2)
-    first = played.wake("a")
-    played.step("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a", steps=True)
     played.wake("b")
     played.step("b")
     assert played.seat == {"a", "b"}
@@ -107,9 +105,7 @@ def test_an_operation_has_the_room_that_a_seat_holds_beside_its_bytes() -> None:
 def test_an_operation_does_not_wait_for_a_runtime_that_died() -> None:
     """The compute thread has to let go of its lease, and cannot while it waits."""
     played = Played(granules=2, models="ab", nbytes=GRANULE // 2)
-    first = played.wake("a")
-    played.step("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a", steps=True)
     played.wake("b")
     played.step("b")
     played.obeys = False
@@ -125,9 +121,7 @@ def test_nobody_has_a_seat_before_one_that_is_being_left() -> None:
     played = Played(granules=7, models="ab", nbytes=2 * GRANULE)
     played.do(e.InstanceAttached("c", "t"))
     played.model("c", 200)
-    first = played.wake("a")
-    played.step("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a", steps=True)
     second = played.wake("b")
     played.step("b")
     played.obeys = False
@@ -187,8 +181,7 @@ def test_one_that_dies_instead_of_giving_back_frees_all() -> None:
 
 def test_kv_waits_for_a_runtime_that_takes_its_time_to_leave() -> None:
     played = Played(granules=3)
-    paused = played.wake("b")
-    played.do(m.Pause(serial=paused))
+    played.paused("b")
     played.wake("a")
     played.obeys = False
     played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
@@ -199,8 +192,7 @@ def test_kv_waits_for_a_runtime_that_takes_its_time_to_leave() -> None:
 
 def test_a_lease_that_was_away_has_a_seat_again() -> None:
     played = Played(granules=3)
-    paused = played.wake("b")
-    played.do(m.Pause(serial=paused))
+    paused = played.paused("b")
     second = played.wake("a")
     played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
     assert played.lease("b").state is LeaseState.AWAY

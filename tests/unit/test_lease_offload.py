@@ -92,8 +92,7 @@ def test_a_seat_that_rests_is_left_ahead_of_the_growth() -> None:
 
 def test_a_seat_that_works_is_left_only_when_nothing_else_is_there() -> None:
     played = Played(granules=4, models="ab", offload="ahead")
-    paused = played.wake("b")
-    played.do(m.Pause(serial=paused))
+    played.paused("b")
     played.wake("a")
     assert grow(played, "a", 1) == 1
     assert (free(played), played.lease("b").state) == (1, LeaseState.PAUSED)

@@ -10,8 +10,7 @@ from dormouse.schemas import messages as m
 
 def test_a_second_lease_of_a_runtime_has_a_seat_there_and_no_turn_is_asked_for_twice() -> None:
     played = Played(models="ab", shared="ab")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    first = played.paused("a")
     assert m.WantsTurn(serial=first) in played.controller
     played.do(m.Turn(serial=first))
     played.controller.clear()
@@ -66,8 +65,7 @@ def test_a_turn_of_a_runtime_begins_when_the_one_that_has_ended_is_back(ends: bo
 @pytest.mark.parametrize("turn", ["a", "b"])
 def test_one_ends_and_the_other_goes_on_with_its_kv_and_its_turn(turn: str) -> None:
     played = Played(models="ab", shared="ab")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    first = played.paused("a")
     second = played.wake("b")
     if turn == "a":
         played.do(m.Pause(serial=second))
@@ -89,10 +87,8 @@ def test_one_ends_and_the_other_goes_on_with_its_kv_and_its_turn(turn: str) -> N
 
 def test_all_leave_a_shared_seat_together_and_come_back_one_by_one() -> None:
     played = Played(granules=3, models="abc", nbytes=2 * GRANULE, shared="ab")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    first = played.paused("a")
+    second = played.paused("b")
     third = played.wake("c")
     states = {serial: lease.state for serial, lease in played.machine.leases.items()}
     assert states == {first: LeaseState.AWAY, second: LeaseState.AWAY, third: LeaseState.RUNNING}
@@ -106,8 +102,7 @@ def test_all_leave_a_shared_seat_together_and_come_back_one_by_one() -> None:
 def test_who_has_another_model_has_a_runtime_of_its_own_also_in_the_same_group() -> None:
     played = Played(models="ab", shared="ab")
     played.model("b", 77)
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    played.paused("a")
     played.wake("b")
     assert {lease.instance: lease.runtime for lease in played.machine.leases.values()} == {"a": "g", "b": "b"}
     assert "SeatGiven" in kinds(played.told["b"])
@@ -118,8 +113,7 @@ def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> 
     first = played.wake("a")
     played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
     played.do(m.Pause(serial=first))
-    second = played.wake("b")
-    played.do(m.Pause(serial=second))
+    played.paused("b")
     third = played.wake("c")
     played.dies("g")
     assert played.outcomes() == ["revoked", "revoked"]
@@ -130,8 +124,7 @@ def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> 
 def test_a_runtime_does_not_leave_the_seat_that_it_computes_in() -> None:
     """Though one of its leases has no turn: it is told that there is no room."""
     played = Played(granules=3, models="ab", shared="ab")
-    first = played.wake("a")
-    played.do(m.Pause(serial=first))
+    first = played.paused("a")
     second = played.wake("b")
     played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
     played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
