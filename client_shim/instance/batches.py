@@ -72,7 +72,7 @@ class Batches:
         for number in abandoned:
             if found := [each for each in self._waiting if each.request == number]:
                 self._waiting.remove(found[0])
-                self._send(number, FailedRequest("cancelled", "the request was cancelled"))
+                self._send(found[0], FailedRequest("cancelled", "the request was cancelled"))
 
     def _next(self) -> None:
         failed: FailedRequest | None = None
@@ -101,7 +101,7 @@ class Batches:
             self._router.send(m.Spoiled(text=remains))
         sys.stdout.flush()
         for run, outcome in zip(taken, outcomes, strict=True):
-            self._send(run.request, outcome, run)
+            self._send(run, outcome)
 
     def _end(self) -> FailedRequest | None:
         """Give the lease back; why the batch has failed all the same, if it has."""
@@ -116,15 +116,14 @@ class Batches:
             return failed
         return None
 
-    def _send(self, number: int, outcome: Outcome, run: m.Run | None = None) -> None:
+    def _send(self, run: m.Run, outcome: Outcome) -> None:
         if isinstance(outcome, FailedRequest):
             if outcome.code not in (*report.CLIENTS, "cancelled"):
-                label = "" if run is None else f"request {run.id}:\n"
-                print(f"{label}{outcome.text}", file=sys.stderr, flush=True)
-            self._router.send(m.Raised(request=number, code=outcome.code, text=outcome.text, param=outcome.param))
+                print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
+            self._router.send(m.Raised(request=run.request, code=outcome.code, text=outcome.text, param=outcome.param))
             return
         data, kind = outcome
-        self._router.send(m.Returned(request=number, body=data, nbytes=len(data), kind=kind))
+        self._router.send(m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind))
 
     # --- a batch
 

@@ -234,7 +234,7 @@ class Concurrent:
         if isinstance(outcome, FailedRequest):
             code, text, param = outcome
             if code not in report.CLIENTS and code != "cancelled":
-                print(f"{context.current()}:\n{text}", file=sys.stderr, flush=True)
+                print(report.record(context.of(run), text), file=sys.stderr, flush=True)
             answer = m.Raised(request=run.request, code=code, text=text, param=param)
         else:
             data, kind = outcome

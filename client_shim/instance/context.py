@@ -33,8 +33,12 @@ OUTSIDE: Final = CurrentRequest()
 _CURRENT: Final[ContextVar[CurrentRequest]] = ContextVar("dormouse_request", default=OUTSIDE)
 
 
+def of(run: Run) -> CurrentRequest:
+    return CurrentRequest(run.id, run.trace, run.tracestate)
+
+
 def begin(run: Run) -> None:
-    _CURRENT.set(CurrentRequest(run.id, run.trace, run.tracestate))
+    _CURRENT.set(of(run))
 
 
 def end() -> None:

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.client_shim.instance.context import CurrentRequest
 from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, ModelDamaged, SeatLost, WakeFailed
 
@@ -87,6 +88,13 @@ def describe(error: BaseException, where: str = "") -> str:
         half = MAX_CHARS // 2
         text = f"{text[:half]}\n[{len(text) - MAX_CHARS} characters left out]\n{text[-half:]}"
     return text
+
+
+def record(request: CurrentRequest, text: str) -> str:
+    """The failure of a request, as the function's log has it: indented, so that all of it is one record of the log
+    (core/logrecords.py), whatever lines the exception's own text has.
+    """
+    return f"dormouse: {request} failed\n" + "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _described(error: BaseException, where: str) -> str:

@@ -200,7 +200,7 @@ class Runner:
                     code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         if code not in report.CLIENTS:  # those are none of the function's mistakes
-            print(f"dormouse: {context.current()} failed\n{text}", file=sys.stderr, flush=True)
+            print(report.record(context.of(run), text), file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used)
 
 

@@ -4,7 +4,7 @@ import json
 import mimetypes
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -134,39 +134,32 @@ def logs(
 ) -> None:
     """Print what a function's instances have printed.
 
+    A line that is found is printed with all that it belongs to: indented lines below it, and a traceback. So a
+    request's id finds why it failed. With --search, -n counts these.
+
     When a line was printed is known to a second, and to some seconds in a log that is written slowly for days.
     """
+    from dormouse.core.logrecords import having, searched
     from dormouse.core.prices import parse_since
 
     since_s = parse_since(since) if since is not None else 0.0
     few = 100 if since is None and search is None else ALL_LINES
     wanted = few if lines is None else lines
     asked = wanted if search is None else ALL_LINES
-    pieces: Generator[bytes, None, None] = context.client.logs(name, asked, follow, since_s)
-    if search is not None:
-        pieces = found(pieces, search)
-        if not follow:
-            whole = b"".join(pieces).splitlines(keepends=True)
-            pieces = (line for line in whole[max(0, len(whole) - wanted) :])
-            if not whole:
-                click.echo("no such lines", err=True)
+    pieces: Iterable[bytes] = context.client.logs(name, asked, follow, since_s)
+    if search is not None and follow:
+        pieces = searched(pieces, search)
+    elif search is not None:
+        found = having(b"".join(pieces), search)
+        pieces = found[max(0, len(found) - wanted) :]
+        if not found:
+            click.echo("no such lines", err=True)
     if json_ and not follow:
         show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
         return
     for piece in pieces:
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
-
-
-def found(pieces: Iterable[bytes], text: str) -> Generator[bytes, None, None]:
-    """Of a log in pieces, the lines that have this text."""
-    wanted, rest = text.casefold(), b""
-    for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        if lines := [line + b"\n" for line in whole if wanted in line.decode(errors="replace").casefold()]:
-            yield b"".join(lines)
-    if rest and wanted in rest.decode(errors="replace").casefold():
-        yield rest
 
 
 @click.command()

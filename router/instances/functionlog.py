@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dormouse.core.logrecords import begun
 from dormouse.core.masking import NO_MASK, SecretMask
 
 READ_NBYTES: Final = 64 << 10
@@ -26,6 +27,12 @@ MOST_MARKS: Final = 8192
 """Of one log: 128 KiB."""
 
 _MARK: Final = struct.Struct("<Qd")
+
+RECORD_S: Final = 5.0
+RECORD_NBYTES: Final = 64 << 10
+"""What was written that long before a time, and of that so much at most, may begin a record that was being written
+then. All lines of a log may be indented.
+"""
 
 FOLLOWER_CHUNKS: Final = 256
 """Chunks a slow follower may lag behind before it loses some."""
@@ -115,12 +122,18 @@ class FunctionLog:
         return self._path.with_name(self._path.name + ".1")
 
     def tail(self, lines: int, since_s: float = 0.0) -> bytes:
-        """The last ``lines`` lines of those that were written since then, in seconds of the Unix clock."""
-        data = b""
+        """The last ``lines`` lines of those that were written since then, in seconds of the Unix clock; with the
+        beginning of the record that was being written then.
+        """
+        before = data = b""
         for path, marks in ((self._previous, self._marks_before), (self._path, self._marks)):
             if path.exists():
+                written = path.read_bytes()
                 start = marks.offset(since_s) if since_s else 0
-                data += path.read_bytes()[start:]
+                if not data:
+                    before = (before + written[marks.offset(since_s - RECORD_S) : start])[-RECORD_NBYTES:]
+                data += written[start:]
+        data = begun(before, data) + data
         return b"".join(data.splitlines(keepends=True)[-lines:]) if lines > 0 else b""
 
     def follow(self) -> asyncio.Queue[bytes]:

@@ -801,6 +801,7 @@ def test_invoke(dormouse: Any, tmp_path: Path) -> None:
 def test_logs_are_searched_and_asked_since_when(dormouse: Any, node: Node) -> None:
     assert dormouse("logs", "f", "--search", "ON").out == "one\n"
     assert dormouse("logs", "f", "--search", "o", "-n", "1").out == "two\n"
+    assert dormouse("logs", "f", "--search", "o", "-n", "1", "-f").out == "one\ntwo\n"
     assert dormouse("logs", "f", "--search", "no such").out == ""
     assert dormouse("logs", "f", "--since", "2h", "-f").out == "one\ntwo\n"
     asked = node.asked[-1]

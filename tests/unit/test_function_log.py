@@ -50,6 +50,31 @@ def test_a_log_knows_what_was_written_since_when(tmp_path: Path, monkeypatch: py
         each.close()
 
 
+@pytest.mark.parametrize("limit_nbytes", [1000, 60], ids=["one file", "turned over within the record"])
+def test_a_record_that_was_being_written_is_told_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_nbytes: int
+) -> None:
+    written = [
+        (1000.0, b"before\n"),
+        (1010.0, b"request mine-1 failed\n  Trace"),
+        (1012.0, b"back\n  the end\n"),
+        (1020.0, b" late words\n"),
+        (1030.0, b"after\n"),
+    ]
+    clock = iter(at_s for at_s, _ in written)
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes)
+    for _, data in written:
+        log.write(data)
+    whole = "request mine-1 failed\n  Traceback\n  the end\n late words\nafter\n"
+    assert log.tail(99, 1012.5).decode() == whole
+    assert log.tail(99, 1009.5).decode() == whole
+    assert log.tail(99, 1020.0).decode() == " late words\nafter\n", "nothing that is long before it is told with it"
+    assert log.tail(99, 1030.0) == b"after\n"
+    assert log.tail(99, 1040.0) == b""
+    log.close()
+
+
 def test_marks_of_time_are_bounded_and_those_that_are_broken_are_none(tmp_path: Path) -> None:
     marks = TimeMarks(tmp_path / "marks")
     for second in range(3 * MOST_MARKS):
