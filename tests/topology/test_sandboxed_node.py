@@ -42,6 +42,25 @@ def test_n4_a_node_starts_without_the_libraries_that_do_not_import(node: TestNod
         assert f'"library": "{name}"' in log or f'"library":"{name}"' in log, log
 
 
+FLAGS = """
+import re
+def load(): pass
+def handle(state, request: str):
+    with open("/proc/self/smaps") as file:
+        for part in re.split("(?m)^(?=[0-9a-f]+-)", file.read()):
+            start, end = (int(bound, 16) for bound in part.split(" ", 1)[0].split("-")) if part else (0, 0)
+            if start <= id(request) < end:
+                return part.split("VmFlags:")[1].split()
+"""
+
+
+def test_the_value_of_a_large_body_asks_for_huge_pages(node: TestNode) -> None:
+    if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel asks nobody whether it may use huge pages")
+    node.deployed("flags", FLAGS)
+    assert "hg" in node.result("flags", "x" * (8 << 20))
+
+
 ATTACKS = r"""
 import ctypes, errno, mmap, os, signal, socket, threading, time
 
