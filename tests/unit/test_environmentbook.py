@@ -179,6 +179,7 @@ FREE = 1 << 40
         (BuildUse(1 << 20, 1 << 20, FREE, 1.0), True, ""),
         (BuildUse((1 << 20) + 1, 0, FREE, 1.0), True, "environment_too_large"),
         (BuildUse(100, (1 << 20) + 101, FREE, 1.0), True, "environment_too_large"),
+        (BuildUse(100, (1 << 20) + 100, FREE, 1.0), True, ""),
         (BuildUse(100, (1 << 20) + 101, FREE, 1.0), False, ""),
         (BuildUse(100, -(1 << 30), FREE, 1.0), True, ""),
         (BuildUse(100, 100, (1 << 20) - 1, 1.0), True, "disk_full"),
