@@ -9,7 +9,7 @@ from dormouse.router.admin.environmentbook import (
     EnvironmentRecord,
     EnvironmentState,
 )
-from dormouse.router.admin.environmentbuild import BuildBounds, BuildUse
+from dormouse.router.admin.environmentbuild import LEAST_FREE_NBYTES, BuildBounds, BuildUse
 from dormouse.router.admin.turns import EACH
 from dormouse.router.front.exchange import HttpError
 
@@ -170,7 +170,7 @@ def test_builds_that_wait_are_bounded_and_one_that_ends_before_its_turn_ends_no_
     assert book.next() is claims[2].build
 
 
-FREE = 1 << 40
+FREE = LEAST_FREE_NBYTES
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ FREE = 1 << 40
         (BuildUse(100, (1 << 20) + 100, FREE, 1.0), True, ""),
         (BuildUse(100, (1 << 20) + 101, FREE, 1.0), False, ""),
         (BuildUse(100, -(1 << 30), FREE, 1.0), True, ""),
-        (BuildUse(100, 100, (1 << 20) - 1, 1.0), True, "disk_full"),
+        (BuildUse(100, 100, FREE - 1, 1.0), True, "disk_full"),
         (BuildUse(100, 100, FREE, 60.0), True, "build_timed_out"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core import keys as keys_module
 from dormouse.core.keys import MOST_REVOKED, Key, KeyFile
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
@@ -107,6 +108,7 @@ def test_a_damaged_file_opens_nothing(path: Path, text: str) -> None:
         (Wish(rate_s=1e9), "numbers from 0"),
         (Wish(burst=5), "a burst needs a rate"),
         (Wish(note="two\nlines"), "one line"),
+        (Wish(note="x" * 201), "one line"),
     ],
 )
 def test_what_cannot_be_a_key(path: Path, wish: Wish, says: str) -> None:
@@ -114,6 +116,18 @@ def test_what_cannot_be_a_key(path: Path, wish: Wish, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         made(keys, wish)
     assert not path.exists()
+
+
+def test_there_are_only_so_many_that_are_not_revoked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys_module, "MOST_KEYS", 2)
+    keys = KeyFile(path)
+    first, _ = made(keys)
+    made(keys)
+    with pytest.raises(ConfigError, match="there are 2 keys; revoke some"):
+        made(keys)
+    assert len(keys.all()) == 2
+    keys.revoke(first.id, 2000.0)
+    made(keys)
 
 
 def test_whose_functions_a_key_is_for(path: Path) -> None:
