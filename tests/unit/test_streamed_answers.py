@@ -272,6 +272,9 @@ def test_views_of_other_items_are_bytes_too() -> None:
     for view in (memoryview(b"abcd")[::2], np.zeros((0, 4)).data, np.arange(2, dtype=">i2").data):
         sender.put(view)
     assert [each.body for each in wire.sent] == [b"ac", b"", b"\0\0\0\1"]
+    wire.sent.clear()
+    sender.put(np.zeros(m.CHUNK_NBYTES // 4).data)
+    assert [len(each.body) for each in wire.sent] == [m.CHUNK_NBYTES] * 2
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"]))), st.integers(1, 7))
