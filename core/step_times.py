@@ -88,33 +88,29 @@ class StepTimer:
         """None before there was a step with prompts."""
         if not self._known:
             return None
-        kept = [0, 1, 2]
-        while True:
-            found = _solved([[self._sums[one][two] for two in (*kept, 3)] for one in kept])
-            if min(found) >= 0.0:
-                break
-            kept.remove(kept[found.index(min(found))])  # what would be negative is nothing
-        each = dict(zip(kept, found, strict=True))
+        rows = self._sums
+        while min(found := _solved(rows)) < 0.0:
+            least = found.index(min(found))  # what would be negative is nothing: as if it were never there
+            rows = [[0.0 if least in (one, two) else rows[one][two] for two in range(4)] for one in range(3)]
+        step_us, prompt_token_us, sequence_us = found
         return StepTimes(
-            step_us=each.get(0, 0.0), prompt_token_us=each.get(1, 0.0), sequence_us=each.get(2, 0.0),
-            step_tokens=self.step_tokens,
-        )  # fmt: skip
+            step_us=step_us, prompt_token_us=prompt_token_us, sequence_us=sequence_us, step_tokens=self.step_tokens
+        )
 
 
-def _solved(rows: list[_Row]) -> _Row:
+def _solved(rows: list[_Row]) -> tuple[float, float, float]:
     """Of linear equations, the right side last. What the samples leave open is as small as can be, by its own scale."""
-    size = len(rows)
-    scale = [max(rows[i][i], 1e-300) ** 0.5 for i in range(size)]
-    table = [[rows[i][j] / scale[i] / scale[j] for j in range(size)] + [rows[i][size] / scale[i]] for i in range(size)]
-    for i in range(size):
-        table[i][i] += 1e-9
-    for i in range(size):
-        pivot = table[i][i]
-        for k in range(i + 1, size):
-            factor = table[k][i] / pivot
-            for j in range(i, size + 1):
-                table[k][j] -= factor * table[i][j]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (table[i][size] - sum(table[i][j] * found[j] for j in range(i + 1, size))) / table[i][i]
-    return [value / scale[i] for i, value in enumerate(found)]
+    (a, b, c, d), (e, f, g, h), (i, j, k, m) = rows
+    x, y, z = max(a, 1e-300) ** 0.5, max(f, 1e-300) ** 0.5, max(k, 1e-300) ** 0.5
+    a, b, c, d = a / x / x + 1e-9, b / x / y, c / x / z, d / x
+    e, f, g, h = e / y / x, f / y / y + 1e-9, g / y / z, h / y
+    i, j, k, m = i / z / x, j / z / y, k / z / z + 1e-9, m / z
+    factor = e / a
+    f, g, h = f - factor * b, g - factor * c, h - factor * d
+    factor = i / a
+    j, k, m = j - factor * b, k - factor * c, m - factor * d
+    factor = j / f
+    third = (m - factor * h) / (k - factor * g)
+    second = (h - g * third) / f
+    first = (d - (b * second + c * third)) / a
+    return first / x, second / y, third / z
