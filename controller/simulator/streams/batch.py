@@ -62,11 +62,11 @@ class StreamBatch:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self._prefilling and not self._decoding
+        return not (self._decoding or self._prefilling or self.waiting)
 
     @property
     def has_prompts(self) -> bool:
-        return bool(self.waiting) or bool(self._prefilling)
+        return bool(self._prefilling or self.waiting)
 
     @property
     def running(self) -> int:
@@ -121,6 +121,8 @@ class StreamBatch:
         """Blocks that those which decode need for so many steps more: each one for every ``block_tokens`` steps, and
         one more if what is left of its last block is less than the rest of them.
         """
+        if steps == 1:
+            return self._phases[-self._step % self._size]
         rounds, rest = divmod(steps, self._size)
         found, last = rounds * len(self._decoding), -self._step % self._size + 1
         if rest > last:  # phases are a circle
@@ -202,8 +204,10 @@ class StreamBatch:
             stream, tokens = self._takes[0]
             whole = tokens == self._budget and not self._paced
             count = min(count, stream.left // tokens if whole else 1)
+        if count == 1:
+            return 1
         short = self._needs(count) - (self.blocks - self._used)
-        if count == 1 or short <= 0 or grow(short, True):
+        if short <= 0 or grow(short, True):
             return count
         fits, more = 1, count  # the first was made room for
         while more - fits > 1:
