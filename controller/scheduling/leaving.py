@@ -21,19 +21,21 @@ class LeavingGpus:
     def __init__(self, gpus: dict[int, Gpu], turns: FreeTurns) -> None:
         self._gpus, self._turns = gpus, turns
         self.until_s: dict[int, float] = {}
-
-    @property
-    def due_s(self) -> float:
-        return min(self.until_s.values()) if self.until_s else inf
+        self.due_s = inf  # the least of them
 
     def begin(self, event: ExecutorLeaves, now_s: float) -> None:
         gpu = self._gpus.get(event.gpu)
         if gpu is not None and gpu.epoch == event.epoch and not gpu.leaves:
             gpu.leaves, self.until_s[gpu.number] = True, now_s + LEAVE_S
             self._turns.changed(gpu)
+            self._settle()
 
     def gone(self, number: int) -> None:
         self.until_s.pop(number, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.due_s = min(self.until_s.values(), default=inf)
 
     def retire(self, now_s: float, actions: list[Action]) -> None:
         """Those that nothing keeps any more."""
@@ -42,3 +44,4 @@ class LeavingGpus:
             if until_s < inf and (not gpu.leases or until_s <= now_s):
                 self.until_s[number] = inf
                 actions.append(RetireExecutor(number, gpu.epoch))
+        self._settle()

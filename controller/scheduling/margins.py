@@ -36,8 +36,10 @@ def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
         whose = function if lease is None else lease.model.function
         tokens += prompts.tokens
         first = min(first, (now_s - prompts.waited_us / 1e6 + whose.deadline_s, whose.deadline_s))
-    tpots = [tpot for lease in gpu.leases.values() if lease.of_runtime(own) and (tpot := lease.model.function.tpot_s)]
-    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, min(tpots, default=UNKNOWN_TPOT_S))
+    runtime = own.model.runtime  # which may compute for several leases
+    its = [each.model for each in gpu.leases.values() if each is own or each.model.runtime == runtime != ""]
+    tpots = [tpot for model in its if (tpot := model.function.tpot_s)]
+    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, min(tpots) if tpots else UNKNOWN_TPOT_S)
 
 
 def turn_s(running: Running) -> float:

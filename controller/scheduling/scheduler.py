@@ -135,21 +135,24 @@ class Scheduler:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
         actions: list[Action] = []
-        match event:
+        match event:  # the most frequent ones first
             case Asked():
                 self._asked(event, now_s, actions)
-            case BatchChanged():
-                self._batch_changed(event, now_s, actions)
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
+            case TurnIdle() | TurnWanted() | TurnBusy():
+                if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:
+                    self._leases.turn_told(known, event, now_s, actions)
+            case StepsTimed():
+                for model in self._books.steps_timed(event):
+                    self._used(model)
+            case BatchChanged():
+                self._batch_changed(event, now_s, actions)
             case Answered():
                 self._answered(event, now_s, actions)
             case Woken():
                 self._books.woken(event, now_s)
                 return actions
-            case TurnIdle() | TurnBusy() | TurnWanted():
-                if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:
-                    self._leases.turn_told(known, event, now_s, actions)
             case ExecutorUp():
                 self._executor_down(event.gpu, now_s, actions)
                 self._turns.changed(self._books.executor_up(event, self.topology))
@@ -170,9 +173,6 @@ class Scheduler:
             case RuntimesOn():
                 if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:
                     known.runtimes = event.runtimes
-            case StepsTimed():
-                for model in self._books.steps_timed(event):
-                    self._used(model)
             case Released():
                 self._released(event.request, now_s, actions)
             case RequestFailed():
@@ -209,16 +209,16 @@ class Scheduler:
         if self._turns.free and self.waiting:
             self._granting.place(now_s, actions)
         self._preloading.follow(event, now_s, bool(self.waiting), actions)
-        self._leaving.retire(now_s, actions)
+        if self._leaving.until_s:
+            self._leaving.retire(now_s, actions)
         return actions
 
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due: for a lease or an executor that lasts too long, a request that waits for a busy GPU."""
-        queue = self._queue
-        rations_s = max(queue.rations_s, self._rationing.next_s)
-        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s, self._preloading.due_s)
-        due_s = min(due_s, self._gathering.due_s)
+        queue, rations_s = self._queue, max(self._queue.rations_s, self._rationing.next_s)
+        others_s = self._leaving.due_s, self._preloading.due_s, self._gathering.due_s
+        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, *others_s)
         return due_s if due_s < inf else None
 
     # --- events

@@ -187,10 +187,6 @@ class Running:
         self.wakes = False  # it has brought what it missed, and has had no step since
         self.cold = False  # its runtime had no process there, and has had no step
 
-    def of_runtime(self, other: "Running") -> bool:
-        """Whether one runtime computes for both."""
-        return self is other or (self.model.runtime != "" and self.model.runtime == other.model.runtime)
-
     def held_s(self, now_s: float) -> float:
         """How long it has had a turn."""
         return self.used_s + (now_s - self.turn_s if self.turn_s is not None else 0.0)

@@ -3,15 +3,15 @@
 from heapq import heappush
 from typing import Any
 
-COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS, DROPS, COMPUTED, THROUGH, IDLE, RESTED = range(14)
-OPENS, STEPPED, OPENED, WANTS, IDLES, UNWANTED, PRESSED, PRELOADED, RUNTIME, TURNED = range(14, 24)
-TOKEN_DUE, LOADED, SPARE = range(24, 27)
+COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS, DROPS = range(10)
+COMPUTED, THROUGH, IDLE, RESTED, STEPPED, OPENED, WANTS, IDLES, UNWANTED, PRESSED, TURNED = range(10, 21)
+OPENS, PRELOADED, RUNTIME, TOKEN_DUE, LOADED, SPARE = range(21, 27)
 """Kinds: of leases (executors.py) the copy's and the lease's end, and that one may begin to copy; the core's Tick; a
 GPU's loss and return; a process' start and end, and that a request leaves the router (front.py); that a request is
 dropped if it has no answer; of leases that take turns (turns.py) the end of their GPU time, of that and their copies,
-and of time on the host, and that it lasts. Of language models (streams/): that a stream begins; of their leases,
-that a step is over, that the seat is ready, that a turn has begun, is wanted, or may be another's, that the lease has
-had nothing to do, and that its memory for KV took others' place. That a model has come that nobody had asked for, and
+and of time on the host, and that it lasts. Of leases of language models (streams/): that a step is over, that the seat
+is ready, that a turn is wanted, or may be another's, that the lease has had nothing to do, that its memory for KV took
+others' place, and that a turn has begun. That a stream begins. That a model has come that nobody had asked for, and
 its runtime (preloads.py). Of instances that come and go (extras.py): that a stream is late if it has no first token,
 that one has loaded, and that one has had nothing to do.
 """

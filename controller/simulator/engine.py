@@ -283,7 +283,10 @@ class Simulation:
 
     def _happens(self, kind: int, what: Any, version: int) -> None:
         """All but what most runs have most of."""
-        if kind == TICK:
+        if COMPUTED <= kind < OPENS:
+            assert self.executors.turns is not None
+            self.executors.turns.due(kind, what, version)
+        elif kind == TICK:
             if self._agenda.now_s == self._tick_s:  # else an earlier one has taken its place
                 self._tick_s = INFINITY
                 self._tell(ev.Tick())
@@ -305,9 +308,6 @@ class Simulation:
             self.executors.preloads.opened(*what)
         elif kind >= TOKEN_DUE:
             self._several(kind, what)
-        elif kind >= COMPUTED:
-            assert self.executors.turns is not None
-            self.executors.turns.due(kind, what, version)
         elif self._front is not None:
             self._front.due(kind, what, version)
 
@@ -354,6 +354,10 @@ class Simulation:
                     self.latency_s[each] = now - self._arrived[each] + self._after_s
                 if not self._plain:
                     self._over(request, False)
+            elif type(action) is ev.PauseOn:
+                self.executors.pause(action)
+            elif type(action) is ev.TurnOn:
+                self.executors.resume(action)
             elif type(action) is ev.LoseLease:
                 if self._serving is not None and self._serving.lost(action.request):
                     continue
@@ -363,10 +367,6 @@ class Simulation:
                 if self._serving is not None and self._serving.refused(action.request):
                     continue
                 self._over(action.request, True)
-            elif type(action) is ev.PauseOn:
-                self.executors.pause(action)
-            elif type(action) is ev.TurnOn:
-                self.executors.resume(action)
             elif type(action) is ev.PreloadOn:
                 self.executors.preloads.begin(action)
             elif type(action) is ev.StopPreloadOn:

@@ -7,7 +7,7 @@ sequence that gets a token with each step is a number of steps until its end. So
 prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final
@@ -36,7 +36,7 @@ class StreamBatch:
         self.blocks = self._used = 0
         self._learned, self.brief = learned, False  # functions wait for the GPU, or are likely to
         self.waiting: JoinQueue[Stream] = JoinQueue()
-        self._run: Counter[int] = Counter()  # by function, sequences that have begun
+        self._run: defaultdict[int, int] = defaultdict(int)  # by function, sequences that have begun
         self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
         self._closed, self._admits = closed, 0  # who of those that wait belong to the batch
         self._prefilling: list[Stream] = []  # as they began
@@ -267,7 +267,7 @@ class StreamBatch:
                 self._stop(stream)
                 self._release(stream, OVER)
                 over.append(stream)
-        for stream, tokens in [(single, 1) for single in self._singles] + self._takes:
+        for stream, tokens in (*[(single, 1) for single in self._singles], *self._takes):
             stream.computed += tokens * steps
             if stream.left:
                 continue

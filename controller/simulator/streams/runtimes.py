@@ -286,12 +286,6 @@ class RuntimeLeases:
                 self._tell(ev.RuntimesOn(gpu.number, gpu.epoch, runtimes))
         elif lease.lost or lease.closed:
             return
-        elif kind == STEPPED:
-            self._stepped(lease)
-        elif kind == OPENED:
-            runtime.opening = False
-            if seat_of(lease).paused_s is None:
-                self._go_on(lease)
         elif kind == TURNED:
             if runtime.opening:
                 self._turned(lease)
@@ -301,6 +295,12 @@ class RuntimeLeases:
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
                 self._tells.idle(lease)
+        elif kind == STEPPED:
+            self._stepped(lease)
+        elif kind == OPENED:
+            runtime.opening = False
+            if seat_of(lease).paused_s is None:
+                self._go_on(lease)
         elif version == runtime.lives and runtime.batch.idle:
             self.close(lease)
 
