@@ -28,7 +28,8 @@ _Row = list[float]
 
 def step_s(times: StepTimes, tokens: int, sequences: int) -> float:
     """One step with so many prompt tokens, of the budget at most, and sequences that get a token."""
-    us = times.step_us + times.prompt_token_us * min(tokens, times.step_tokens) + times.sequence_us * sequences
+    most = tokens if tokens < times.step_tokens else times.step_tokens
+    us = times.step_us + times.prompt_token_us * most + times.sequence_us * sequences
     return us / 1e6
 
 
@@ -63,13 +64,10 @@ class StepTimer:
         self._known = self._known or tokens > 0
         keep, weight = (FORGET, 1.0) if tokens else (1.0 - (1.0 - FORGET) * PLAIN, PLAIN)
         one, two, three = 1.0 / took_us, tokens / took_us, sequences / took_us  # each step's error counts by its share
-        features = (one, two, three)
-        for mine, row in zip(features, self._sums, strict=True):
-            part = weight * mine
-            row[0] = row[0] * keep + part * one
-            row[1] = row[1] * keep + part * two
-            row[2] = row[2] * keep + part * three
-            row[3] = row[3] * keep + part
+        self._sums = [
+            [a * keep + part * one, b * keep + part * two, c * keep + part * three, d * keep + part]
+            for (a, b, c, d), part in zip(self._sums, (weight * one, weight * two, weight * three), strict=True)
+        ]
 
     def learn_tokens(self, sequences: int, took_us: Sequence[float]) -> None:
         """As `learn`, of several steps without prompts one after the other, of the same sequences: to the last bit."""

@@ -31,23 +31,23 @@ there later have theirs, too. docs/papers.md (margins, affinity and batches) has
 """
 
 
-def hardship(model: Model, gpu: Gpu) -> int:
-    """2: somebody's base would have to go for it, or its tokens would be late beside those who compute there. What goes
-    comes again, for as long as both are asked for: that is no place if there is another. 1: tokens come slowly there.
+def hardship(model: Model, gpu: Gpu, between_s: float) -> int:
+    """2: somebody's base would have to go for it, or its tokens would be late beside those who compute there, for
+    ``between_s`` each. What goes comes again, for as long as both are asked for: that is no place if there is another.
+    1: tokens come slowly there.
     """
     function = model.function
-    each_s = others_s(model, gpu) + _step_s(function) if function.tpot_s else 0.0
+    each_s = between_s + _step_s(function) if function.tpot_s else 0.0
     missing = model.nbytes - model.resident.get(gpu.number, 0)
     if missing > max(gpu.stats.free_nbytes, OWN_PART * model.nbytes) or each_s > function.tpot_s:
         return 2
     return int(each_s > CROWDED * function.tpot_s)
 
 
-def first_token_s(model: Model, gpu: Gpu, copy_s: float) -> tuple[float, float]:
+def first_token_s(model: Model, gpu: Gpu, copy_s: float, between_s: float) -> tuple[float, float]:
     """If it had a lease there now, whose copies take so long. And how much later its other tokens come."""
     function = model.function
     start_s = 0.0 if warm(model, gpu) else function.start_s
-    between_s = others_s(model, gpu)
     first_s = max(copy_s, start_s) + (function.best_s or function.hold_s) + between_s
     return first_s, function.work_s * between_s / _step_s(function)
 

@@ -164,7 +164,7 @@ class Granting:
 
     def margin_s(self, running: Running, now_s: float) -> float:
         """Of a lease that wants a turn."""
-        return margin_s(running, now_s, self._wake_s(running, now_s))
+        return margin_s(running, now_s, partial(self._wake_s, now_s=now_s))
 
     def _wake_s(self, running: Running, now_s: float) -> float:
         return self.placement.copy_s(running.model, running.lease.gpu, now_s)[0]

@@ -50,13 +50,13 @@ def turn_s(running: Running) -> float:
     return step_s(function.times, due.tokens, due.decoding)
 
 
-def margin_s(running: Running, now_s: float, wake_s: float = 0.0) -> float:
+def margin_s(running: Running, now_s: float, wake_s: WakeTime) -> float:
     """See the module."""
     due = running.due
     assert due is not None
     if not due.tokens:
         return due.told_s + due.tpot_s - now_s - turn_s(running)
-    return due.first_s - now_s - wake_s - _first_token_s(running.model.function, due)
+    return due.first_s - now_s - wake_s(running) - _first_token_s(running.model.function, due)
 
 
 def _first_token_s(function: Function, due: DueSteps) -> float:
@@ -85,7 +85,7 @@ def by_margin(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tu
 def in_turn(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tuple[Running, str, float]:
     """The one that has wanted it for longest."""
     first = min(runtimes, key=lambda each: (each.waiting.arrived_s, each.lease.serial))
-    return first, "in_turn", margin_s(first, now_s, wake_s(first))
+    return first, "in_turn", margin_s(first, now_s, wake_s)
 
 
 TURN_ORDERS: Final = {"margin": by_margin, "fifo": in_turn}
@@ -97,7 +97,7 @@ def _tokens(running: Running) -> int:
 
 
 def _least(runtimes: Iterable[Running], now_s: float, why: str, wake_s: WakeTime) -> tuple[Running, str, float]:
-    margin, _, running = min((margin_s(each, now_s, wake_s(each)), each.lease.serial, each) for each in runtimes)
+    margin, _, running = min([(margin_s(each, now_s, wake_s), each.lease.serial, each) for each in runtimes])
     return running, why, margin
 
 

@@ -4,7 +4,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
-from dormouse.controller.scheduling.affinity import LATER, first_token_s, hardship
+from dormouse.controller.scheduling.affinity import LATER, first_token_s, hardship, others_s
 from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.state import Gpu, Model, Waiting
 from dormouse.controller.scheduling.topology import Bandwidths, shared_copy_s
@@ -120,13 +120,14 @@ class Completion(Placement):
         found: list[tuple[int, float, int, int, float]] = []
         for number in free | model.resident.keys() if self._await and may_wait else free:
             copy_s, _, _ = self.copy_s(model, number, now_s)
-            (first_s, later_s), running = first_token_s(model, gpus[number], copy_s), gpus[number].running
+            gpu, between_s = gpus[number], others_s(model, gpus[number])
+            (first_s, later_s), running = first_token_s(model, gpu, copy_s, between_s), gpu.running
             if number not in free:
-                if running is None or now_s >= running.overdue_s or gpus[number].capacity_nbytes < model.nbytes:
+                if running is None or now_s >= running.overdue_s or gpu.capacity_nbytes < model.nbytes:
                     continue
                 first_s += max(0.0, running.ends_s - now_s)
-            cost_s, room = first_s + LATER * later_s + COPY_WEIGHT * copy_s, gpus[number].stats.free_nbytes
-            found.append((hardship(model, gpus[number]), cost_s, -room, number, first_s))
+            cost_s, room = first_s + LATER * later_s + COPY_WEIGHT * copy_s, gpu.stats.free_nbytes
+            found.append((hardship(model, gpu, between_s), cost_s, -room, number, first_s))
         *_, best, waiting.expected_s = min(found)
         if best in free:
             return best

@@ -30,10 +30,11 @@ model's takes nobody knows.
 
 
 class Shares:
-    """``gpus`` are the scheduler's. As long as no share is known, there is but one tenant."""
+    """``gpus`` are the scheduler's. As long as no share is known, it is not ``on``: there is but one tenant."""
 
     def __init__(self, gpus: Mapping[int, Gpu]) -> None:
         self._gpus = gpus
+        self.on = False
         self._weights: dict[str, float] = {}  # their mean is 1
         self._unnamed = 1.0  # the weight of others
         self._virtual_s: dict[str, float] = {}
@@ -42,19 +43,16 @@ class Shares:
         self._expected_s: defaultdict[str, float] = defaultdict(float)  # the same of turns that go on
         self._waiting: Counter[str] = Counter()
 
-    @property
-    def on(self) -> bool:
-        return bool(self._weights)
-
     def known(self, shares: Iterable[tuple[str, float]]) -> None:
         """All of them, by tenant; others have a share of 1."""
         given = dict(shares)
         mean = sum(given.values()) / len(given) if given else 1.0
         self._weights = {tenant: share / mean for tenant, share in given.items()}
         self._unnamed = 1.0 / mean
+        self.on = bool(given)
 
     def tenant(self, waiting: Waiting) -> str:
-        return waiting.tenant if self._weights else ""
+        return waiting.tenant if self.on else ""
 
     def share(self, tenant: str, others: Iterable[str]) -> float:
         """Its part of the time, if these want some, too."""

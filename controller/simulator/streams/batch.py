@@ -7,7 +7,7 @@ sequence that gets a token with each step is a number of steps until its end. So
 prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final
@@ -342,5 +342,5 @@ class StreamBatch:
         decoding = self._decoding.values()
         assert self._context == sum(each.computed + self._step - each.since + 1 for each in decoding)
         assert sum(self._phases) == len(self._decoding)
-        assert +self._run == Counter(each.owner for each in running)
+        assert +Counter(self._run) == Counter(each.owner for each in running)
         assert all(not each.computed and each.state == WAITING for each in self.waiting)

@@ -34,12 +34,13 @@ class Rotating:
     """
 
     __slots__ = (
-        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "short", "slack_s", "told_s"),
-        *("took_s", "used_s"),
+        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "serial", "short", "slack_s"),
+        *("told_s", "took_s", "turn_s", "used_s"),
     )
 
     def __init__(self, lease: SimulatedLease, runtime: SimulatedRuntime, told_s: float) -> None:
         self.lease, self.runtime, self.told_s = lease, runtime, told_s
+        self.serial, self.turn_s = lease.wake.lease.serial, runtime.spec.turn_s
         self.took_s: list[float] = []
         self.used_s = self.slack_s = 0.0
         self.look()
@@ -55,8 +56,10 @@ class Rotating:
         """So many steps."""
         runtime, took_s, self.took_s = self.runtime, self.took_s, []
         runtime.learned.learn_tokens(self.growing, took_s)
+        busy_s = runtime.busy_s
         for each_s in took_s:
-            runtime.busy_s += each_s
+            busy_s += each_s
+        runtime.busy_s = busy_s
         return runtime.batch.advance(len(took_s))
 
 
@@ -124,43 +127,41 @@ class Rotation:
         slacks = core.rounds.ahead(number, first, {serial: each.growing for serial, each in found.items()})
         if slacks is None:
             return own
-        for serial, other in found.items():
-            other.slack_s = slacks[serial]
-        holder, each, began_s, since_s = first, found[first], now_s, now_s
-        next_ones = [(other.told_s + slacks[serial], serial) for serial, other in found.items() if serial != first]
+        for other in found.values():
+            other.slack_s = slacks[other.serial]
+        each, began_s, since_s = found[first], now_s, now_s
+        others = [other for other in found.values() if other is not each]
+        next_ones = [(other.told_s + other.slack_s, other.serial, other) for other in others]
         heapify(next_ones)
         gone: list[Rotating] = []
-        steps = 0
+        some = False
         while next_ones and (each.short <= 0 or self._grows(each, now_s)):
-            then = next_ones[0][1]
+            then = next_ones[0][2]
             took_s = each.fixed_s + each.per_context_s * each.context
-            ends_s = now_s + took_s
-            next_s = ends_s + found[then].runtime.spec.turn_s
-            if each.left <= 1 and each.growing >= MOST_OPEN:  # else nobody waits to be let in
+            ends_s, left = now_s + took_s, each.left - 1
+            next_s = ends_s + then.turn_s
+            if left <= 0 and each.growing >= MOST_OPEN:  # else nobody waits to be let in
                 break
             if next_s >= until_s:
                 if not (core.rounds.taken and self._passes(number, gone, next_s)):
                     break
                 until_s = agenda.next_s
-            if steps:
-                each.used_s += now_s - since_s
+            each.used_s += now_s - since_s  # in its last turn
             each.took_s.append(took_s)
-            each.left -= 1
+            each.left, each.told_s = left, ends_s
             each.context += each.growing
-            each.told_s = ends_s
-            if each.left:
-                heapreplace(next_ones, (ends_s + each.slack_s, holder))
+            if left:
+                heapreplace(next_ones, (ends_s + each.slack_s, each.serial, each))
             elif self._ends(each, ends_s):
                 heappop(next_ones)
-                gone.append(found.pop(holder))
+                gone.append(found.pop(each.serial))
                 until_s = agenda.next_s
             else:
-                each.slack_s = core.rounds.slack_s(number, holder, each.growing)
-                heapreplace(next_ones, (ends_s + each.slack_s, holder))
-            steps, since_s, now_s = steps + 1, now_s, next_s
-            holder, each = then, found[then]
+                each.slack_s = core.rounds.slack_s(number, each.serial, each.growing)
+                heapreplace(next_ones, (ends_s + each.slack_s, each.serial, each))
+            some, since_s, now_s, each = True, now_s, next_s, then
         agenda.now_s = now_s
-        if not steps:
+        if not some:
             return own
         each.told_s = since_s
         for other in found.values():
@@ -208,7 +209,7 @@ class Rotation:
 
 
 def _passed(each: Rotating) -> Passed:
-    return Passed(each.lease.wake.lease.serial, each.told_s, each.growing, each.used_s)
+    return Passed(each.serial, each.told_s, each.growing, each.used_s)
 
 
 def _known(each: Rotating, turn: bool) -> None:
