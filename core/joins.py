@@ -15,6 +15,7 @@ batch. So margins keep their order while time goes on: each sequence has a time 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Final, Generic, Protocol, TypeVar
 
 from dormouse.core.step_times import first_token_s
@@ -66,8 +67,7 @@ class JoinQueue(Generic[S]):
         return bool(self._places) or bool(self._again)
 
     def __iter__(self) -> Iterator[S]:
-        yield from self._again
-        yield from self._places
+        return chain(self._again, self._places)
 
     def add(self, sequence: S, latest_s: float = IN_TURN) -> None:
         self._count += 1

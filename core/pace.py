@@ -3,6 +3,7 @@ about as many as cost what a step without prompts costs. So a step is twice as l
 what steps took.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 LEAST: Final = 4
@@ -38,6 +39,13 @@ class Pace:
             self._plain_ms = _mean(self._plain_ms, took_ms)
         else:
             self._token_ms = _mean(self._token_ms, max(took_ms - self._plain_ms, 0.0) / prompt_tokens)
+
+    def learn_tokens(self, took_ms: Iterable[float]) -> None:
+        """As `learn`, of steps without prompts one after the other: to the last bit."""
+        plain_ms = self._plain_ms
+        for each_ms in took_ms:
+            plain_ms = plain_ms + _NEWEST * (each_ms - plain_ms) if plain_ms else each_ms
+        self._plain_ms = plain_ms
 
     def learn_plain(self, first_ms: float, more_ms: float, steps: int) -> None:
         """As `learn`, of so many steps without prompts one after the other, each longer than the one before by

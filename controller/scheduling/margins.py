@@ -37,7 +37,9 @@ def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
         tokens += prompts.tokens
         first = min(first, (now_s - prompts.waited_us / 1e6 + whose.deadline_s, whose.deadline_s))
     runtime = own.model.runtime  # which may compute for several leases
-    its = [each.model for each in gpu.leases.values() if each is own or each.model.runtime == runtime != ""]
+    its = (
+        [model for each in gpu.leases.values() if (model := each.model).runtime == runtime] if runtime else [own.model]
+    )
     tpots = [tpot for model in its if (tpot := model.function.tpot_s)]
     return DueSteps(now_s, first[0], first[1], tokens, told.decoding, min(tpots) if tpots else UNKNOWN_TPOT_S)
 
@@ -70,7 +72,8 @@ def wanting(gpu: Gpu) -> list[Running]:
 
 def by_margin(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tuple[Running, str, float]:
     """The one that has the next turn, why, and its margin."""
-    prompts, tokens = [each for each in runtimes if _tokens(each)], [each for each in runtimes if not _tokens(each)]
+    prompts = [each for each in runtimes if each.due is not None and each.due.tokens]
+    tokens = [each for each in runtimes if each not in prompts] if prompts else runtimes
     if not prompts:
         return _least(tokens, now_s, "tokens", wake_s)
     first = _least(prompts, now_s, "prompts", wake_s)
@@ -89,11 +92,6 @@ def in_turn(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tupl
 
 
 TURN_ORDERS: Final = {"margin": by_margin, "fifo": in_turn}
-
-
-def _tokens(running: Running) -> int:
-    """Of prompts."""
-    return 0 if running.due is None else running.due.tokens
 
 
 def _least(runtimes: Iterable[Running], now_s: float, why: str, wake_s: WakeTime) -> tuple[Running, str, float]:

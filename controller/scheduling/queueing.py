@@ -80,7 +80,7 @@ class Queue:
         contending, shares, seniority = self._contending, self.shares, self.seniority
         found = [seniority.overdue(waiting.values(), now_s) for waiting in contending.values()]
         late = [each for each in found if each is not None and not shares.is_over(each.tenant)]
-        return min(late, key=_arrived, default=None)
+        return min(late, key=_arrived) if late else None
 
     def _file(self, waiting: Waiting, now_s: float) -> None:
         if waiting.model.leased and waiting.resumes is None:

@@ -25,6 +25,7 @@ from dormouse.controller.simulator.agenda import (
     OPENS,
     PRELOADED,
     RUNTIME,
+    STEPPED,
     TICK,
     TOKEN_DUE,
     Agenda,
@@ -283,7 +284,9 @@ class Simulation:
 
     def _happens(self, kind: int, what: Any, version: int) -> None:
         """All but what most runs have most of."""
-        if COMPUTED <= kind < OPENS:
+        if STEPPED <= kind < OPENS:
+            self.executors.runtimes.due(kind, what, version)
+        elif COMPUTED <= kind < STEPPED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)
         elif kind == TICK:

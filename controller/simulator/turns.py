@@ -71,8 +71,6 @@ class Turns:
         if isinstance(what, SimulatedCopy):
             if version == what.version:
                 self._computed(what)
-        elif what.runtime is not None:
-            what.runtime.leases.due(kind, what, version)
         elif what.lost:
             return
         elif kind == THROUGH:

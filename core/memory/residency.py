@@ -220,20 +220,23 @@ class Residency:
         """
         fixed: Container[int] = self.seats.kept() if evict else self.pool.segments()
         cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
-        numbers = [next(self._claims) for _ in range(count)]
+        numbers = list(itertools.islice(self._claims, count))
         needs = [(number, nbytes) for number in numbers]
         try:
             plan = self.pool.place(needs, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
         except PoolFull:
             return None
-        seat = self.seats.by_owner.setdefault(instance, SeatedModel(ModelLayout(())))
+        seat = self.seats.by_owner.get(instance)
+        if seat is None:
+            seat = self.seats.by_owner[instance] = SeatedModel(ModelLayout(()))
         self.changes.note(numbers)
         seat.claimed.update(zip(numbers, numbers, strict=True))
-        self._arriving.difference_update(plan.evicted)
+        if plan.evicted:
+            self._arriving.difference_update(plan.evicted)
+            self.changes.touch(plan.evicted)
         if plan.moves:
             self.moved_nbytes += plan.moved_nbytes
             self._arriving.update([move.segment for move in plan.moves])
-        self.changes.touch(plan.evicted)
         return numbers, plan
 
     def rename(self, claimed: int, segment: int) -> None:

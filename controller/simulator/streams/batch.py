@@ -238,13 +238,9 @@ class StreamBatch:
     def _first_end(self) -> int:
         """The step in which the next one that decodes has its last token."""
         ends = self._ends
-        while ends and (ends[0][2].state != DECODING or ends[0][2].since + self._output_left(ends[0][2]) != ends[0][0]):
+        while ends and (ends[0][2].state != DECODING or ends[0][2].end != ends[0][0]):
             heappop(ends)  # it was preempted
         return ends[0][0] if ends else 1 << 60
-
-    @staticmethod
-    def _output_left(stream: Stream) -> int:
-        return stream.limit - stream.tokens
 
     def _steps(self, count: int) -> EqualSteps:
         sequences = len(self._decoding) + len(self._singles)
@@ -263,7 +259,7 @@ class StreamBatch:
         ends = self._ends
         while ends and ends[0][0] <= self._step:
             end, _, stream = heappop(ends)
-            if stream.state == DECODING and stream.since + self._output_left(stream) == end:
+            if stream.state == DECODING and stream.end == end:
                 self._stop(stream)
                 self._release(stream, OVER)
                 over.append(stream)
@@ -284,11 +280,11 @@ class StreamBatch:
         return Advanced(first, over)
 
     def _decode(self, stream: Stream) -> None:
-        stream.state, stream.since = DECODING, self._step
+        stream.state, stream.since, stream.end = DECODING, self._step, self._step + stream.limit - stream.tokens
         self._decoding[stream.number] = stream
         self._context += stream.computed + 1
         self._phases[(stream.computed - self._step) % self._size] += 1
-        heappush(self._ends, (self._step + self._output_left(stream), stream.number, stream))
+        heappush(self._ends, (stream.end, stream.number, stream))
 
     def _stop(self, stream: Stream) -> None:
         """It does not decode any more: what it has is known again."""

@@ -63,5 +63,4 @@ class StepsLearned:
                 timer.learn(0, sequences, steps.first_s * 1e6)
             else:
                 timer.learn_tokens(sequences, [each_s * 1e6 for each_s in took])
-                for each_s in took:
-                    pace.learn(0, each_s * 1e3)
+                pace.learn_tokens([each_s * 1e3 for each_s in took])

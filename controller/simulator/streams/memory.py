@@ -34,7 +34,7 @@ class KvMemory:
 
     def grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
         """What is needed takes what others have; what is wished beside it, what is free or idle."""
-        wanted = -(-blocks // runtime_of(lease).spec.extent_blocks)
+        wanted = -(-blocks // runtime_of(lease).extent_blocks)
         if not self._place(lease, wanted, gently):
             return False
         if not gently and wanted < EXTENTS:
@@ -43,15 +43,15 @@ class KvMemory:
 
     def plenty(self, lease: SimulatedLease, blocks: int) -> bool:
         """Whether `grow` would give so many, and what is wished beside them, and nothing would leave for that."""
-        gpu, spec = self._gpus[lease.wake.lease.gpu], runtime_of(lease).spec
-        extents = 2 * -(-blocks // spec.extent_blocks) + EXTENTS
-        nbytes = 2 * extents * spec.extent_blocks * spec.block_nbytes  # as much stays free
+        gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
+        extents = 2 * -(-blocks // runtime.extent_blocks) + EXTENTS
+        nbytes = 2 * extents * runtime.extent_blocks * runtime.spec.block_nbytes  # as much stays free
         pool = gpu.residency.pool
         return pool.largest_nbytes >= nbytes + gpu.reserved_nbytes and len(gpu.contexts) == len(gpu.told)
 
     def _place(self, lease: SimulatedLease, extents: int, gently: bool) -> bool:
         gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
-        more = extents * runtime.spec.extent_blocks
+        more = extents * runtime.extent_blocks
         nbytes = more * runtime.spec.block_nbytes
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
         evict = self.offload != "never" or runtime.batch.blocks + more <= runtime.batch.one_needs
@@ -71,9 +71,10 @@ class KvMemory:
         for move in grown[1].moves:
             gpu.residency.arrived(move.segment)
         evicted = list(grown[1].evicted)
-        short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
-        if self.offload == "ahead" and short_nbytes > 0:  # making room takes no time here, so no more is kept free
-            evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
+        if self.offload == "ahead":  # making room takes no time here, so no more is kept free
+            short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
+            if short_nbytes > 0:
+                evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
         if evicted or len(gpu.contexts) != len(gpu.told):
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
         runtime.batch.blocks += more

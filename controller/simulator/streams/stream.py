@@ -13,6 +13,7 @@ class Stream:
 
     __slots__ = (
         "computed",
+        "end",
         "first_s",
         "limit",
         "number",
@@ -32,7 +33,7 @@ class Stream:
         self.limit = prompt + output
         self.computed = 0
         self.state = WAITING
-        self.since = 0  # the batch's step in which it began to decode
+        self.since = self.end = 0  # the batch's steps in which it began to decode, and has its last token
         self.preempted = 0  # how often
         self.resumed = 0  # how often its runtime was lost
 
