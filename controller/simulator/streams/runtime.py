@@ -22,21 +22,8 @@ class SimulatedRuntime:
     """
 
     __slots__ = (
-        *(
-            "batch",
-            "busy_s",
-            "cold",
-            "count",
-            "extent_blocks",
-            "fresh",
-            "idles",
-            "learned",
-            "leases",
-            "lent",
-            "lent_s",
-            "lives",
-        ),
-        *("opening", "prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "extent_blocks", "fresh", "idles", "learned", "leases", "lent", "lent_s"),
+        *("lives", "opening", "prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
