@@ -173,16 +173,10 @@ class Granting:
         """A lease has a turn again: this one, or another runtime of a language model if it is to be first."""
         gpu, why, margin_s = self._gpus[number], "", 0.0
         if running.due is not None:
-            shares, own = self._queue.shares, running.waiting.tenant
-            wants = [
-                each
-                for each in wanting(gpu)
-                if each is running
-                or (
-                    (each.waiting.tenant == own or not shares.is_over(each.waiting.tenant))
-                    and self._worth_a_wake_s(each, gpu, now_s) <= now_s
-                )
-            ]
+            shares, own, wants = self._queue.shares, running.waiting.tenant, wanting(gpu)
+            if shares.on:
+                wants = [each for each in wants if (its := each.waiting.tenant) == own or not shares.is_over(its)]
+            wants = [each for each in wants if each is running or self._worth_a_wake_s(each, gpu, now_s) <= now_s]
             first, why, margin_s = self.turn_order(wants, now_s, partial(self._wake_s, now_s=now_s))
             if first is not running:
                 running.waiting.held_for = number

@@ -73,10 +73,10 @@ def wanting(gpu: Gpu) -> list[Running]:
 def by_margin(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tuple[Running, str, float]:
     """The one that has the next turn, why, and its margin."""
     prompts = [each for each in runtimes if each.due is not None and each.due.tokens]
-    tokens = [each for each in runtimes if each not in prompts] if prompts else runtimes
     if not prompts:
-        return _least(tokens, now_s, "tokens", wake_s)
+        return _least(runtimes, now_s, "tokens", wake_s)
     first = _least(prompts, now_s, "prompts", wake_s)
+    tokens = [each for each in runtimes if each not in prompts]
     if not tokens:
         return first
     last = _least(tokens, now_s, "tokens_late", wake_s)

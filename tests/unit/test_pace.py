@@ -32,6 +32,19 @@ def test_many_steps_are_learned_at_once() -> None:
         assert one.tokens(256) == many.tokens(256) not in (FEW, LEAST)
 
 
+def test_tokens_are_learned_at_once_to_the_last_bit() -> None:
+    one_by_one, at_once = Pace(), Pace()
+    took_ms = [8.3 + 0.1 * step for step in range(20)]
+    for pace in (one_by_one, at_once):
+        pace.learn(40, 26.0)
+    for each_ms in took_ms:
+        one_by_one.learn(0, each_ms)
+    at_once.learn_tokens(took_ms)
+    for pace in (one_by_one, at_once):
+        pace.learn(7, 26.0)
+    assert vars(at_once) == vars(one_by_one)
+
+
 def test_only_prompts_that_no_step_holds_are_paced_and_only_beside_others() -> None:
     blocks = Blocks(16)
     blocks.grow(0, 100)
