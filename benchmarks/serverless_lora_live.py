@@ -33,6 +33,7 @@ from benchmarks.live_llm import (
     engines,
     real,
     same_actions,
+    settled,
     simulated,
     with_deadlines,
 )
@@ -100,19 +101,20 @@ def main(args: argparse.Namespace) -> None:
     tests: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="dm") as place:
 
-        def calibration(name: str, seed: int) -> tuple[Measured, Path]:
-            record = Path(place) / name
+        def calibration(name: str, seed: int) -> tuple[World, list[Asked], Measured]:
             load_of = load(world, seed, part * CALIBRATION_SECONDS, CALIBRATION_LOAD / mean_s, 0.0)
-            return measure(world, record, load_of, []), record
+            return world, load_of, measure(world, Path(place) / name, load_of, [])
 
         first = calibration("before", 100)
-        world = with_deadlines(world, first[0].alone, TIMES, TIMES)
+        world = with_deadlines(world, first[2].alone, TIMES, TIMES)
         worlds = {arm: replace(world, **ARMS[arm]) for arm in args.arms}
         for arm in args.arms:
             tests[arm] = measure(worlds[arm], Path(place) / arm, asked, [])
             print(f"{arm}: {len(tests[arm].streams)} streams", file=sys.stderr, flush=True)
         last = calibration("after", 101)
-        found = calibrated(world, [first[0], last[0]], [first[1], last[1]], costs(early, engines(world, 1)))
+        records = [Path(place) / name for name in ("before", "after")]
+        found = calibrated(world, [first[2], last[2]], records, costs(early, engines(world, 1)))
+        found = settled(found, [first, last])
         goals = [same_actions(f"{arm}: ", Path(place) / arm) for arm in args.arms]
     sides, mean = {}, {}
     for arm in args.arms:
@@ -122,7 +124,7 @@ def main(args: argparse.Namespace) -> None:
         mean[arm] = {"live": real(tests[arm]), "simulated": runs[0]}
     for arm in args.arms[1:]:
         goals.append(beside(arm, args.arms[0], mean))
-    wrong = [text for each in (first[0], *tests.values(), last[0]) for text in each.wrong]
+    wrong = [text for each in (first[2], *tests.values(), last[2]) for text in each.wrong]
     goals.append(Goal(name="missing answers", goal="0", measured=len(wrong), met=not wrong))
     extra = {
         "kind": args.kind,

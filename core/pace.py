@@ -25,20 +25,31 @@ _SHARE: Final = 0.8
 _NEWEST: Final = 0.3
 """Weight of the newest step in the means: some five steps matter."""
 
+_MOST: Final = 1.5
+"""So many times what it was expected to cost, or what half a piece may, a step's prompts count for at most. Others on
+the machine may have held it up: a few tokens would be told to cost as much as many, and pieces would become small.
+"""
+
 
 class Pace:
     """Means of what steps cost, in ms."""
 
     def __init__(self) -> None:
         self._plain_ms = 0.0  # a step without prompts
-        self._token_ms = 0.0  # each token of a prompt in the others
+        self._more_ms = 0.0  # what prompts add to the others
+        self._tokens = 0.0  # of prompts in those
 
     def learn(self, prompt_tokens: int, took_ms: float) -> None:
         """A step with so many tokens of prompts."""
         if not prompt_tokens:
             self._plain_ms = _mean(self._plain_ms, took_ms)
-        else:
-            self._token_ms = _mean(self._token_ms, max(took_ms - self._plain_ms, 0.0) / prompt_tokens)
+            return
+        more_ms = max(took_ms - self._plain_ms, 0.0)
+        if self._tokens:
+            expected_ms = self._more_ms / self._tokens * prompt_tokens
+            more_ms = min(more_ms, _MOST * max(expected_ms, _SHARE * self._plain_ms / 2))
+            more_ms = self._more_ms + _NEWEST * (more_ms - self._more_ms)
+        self._more_ms, self._tokens = more_ms, _mean(self._tokens, prompt_tokens)
 
     def learn_tokens(self, took_ms: Iterable[float]) -> None:
         """As `learn`, of steps without prompts one after the other: to the last bit."""
@@ -60,9 +71,9 @@ class Pace:
 
     def tokens(self, most: int) -> int:
         """In the next step."""
-        if not self._plain_ms or not self._token_ms:
+        if not self._plain_ms or not self._more_ms:
             return min(most, FEW)
-        return min(most, max(LEAST, int(_SHARE * self._plain_ms / self._token_ms)))
+        return min(most, max(LEAST, int(_SHARE * self._plain_ms * self._tokens / self._more_ms)))
 
 
 def _mean(old: float, new: float) -> float:

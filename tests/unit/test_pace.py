@@ -17,6 +17,18 @@ def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:
     assert pace.tokens(256) == LEAST
 
 
+def test_few_tokens_that_others_held_up_do_not_make_pieces_small() -> None:
+    pace = Pace()
+    pace.learn(0, 10.0)
+    pace.learn(20, 18.0)
+    assert pace.tokens(256) == 20
+    pace.learn(4, 60.0)  # the last of a prompt
+    assert pace.tokens(256) == 16  # 15.2 tokens cost 7.4 ms in the mean, though those cost 50
+    for _ in range(20):
+        pace.learn(pace.tokens(256), 40.0)
+    assert pace.tokens(256) <= 6  # all of them do, so it is what they cost
+
+
 def test_many_steps_are_learned_at_once() -> None:
     for known in (False, True):
         one, many = Pace(), Pace()
