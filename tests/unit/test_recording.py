@@ -162,7 +162,14 @@ def test_what_is_no_recording(tmp_path: Path, text: bytes) -> None:
         Recording(str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", b"\xa1\xff", b"\x91" * 100_000])
+NO_TEXT = (
+    b"\x82\xa6format\x07\xa8dormouse\xa1\xff",
+    msgspec.msgpack.encode(RecordedEvent(1.0, ev.InstanceLost("x"), [])).replace(b"\xa1x", b"\xa1\xff"),
+)
+"""A header and an event, whose texts are none."""
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", b"\xa1\xff", b"\x91" * 100_000, *NO_TEXT])
 def test_frames_that_dormouse_has_not_written_are_said_to_be_none(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "record"
     frame = FRAME.pack(len(body), zlib.crc32(body)) + body
