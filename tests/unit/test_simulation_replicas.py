@@ -163,8 +163,9 @@ def test_functions_of_a_group_have_a_second_runtime_together() -> None:
 
 def test_both_go_on_when_a_gpu_is_lost() -> None:
     simulation = made([several()], Fault(gpu=1, at_s=1.92, back_s=3.0), gpus=2)
-    watched(simulation)
+    log = watched(simulation)
     _, streams = run(simulation, *BURST)
+    assert wakes(log) == [("f0", 0), ("f0.1", 1), ("f0.1", 0)]
     assert not np.isnan(streams.over_s).any()
 
 
