@@ -73,8 +73,8 @@ def test_what_comes_while_a_batch_waits_for_its_gpu_is_in_it() -> None:
 
 def test_the_core_is_told_of_no_more_than_two_batches() -> None:
     told = Told(made(others=1))
-    told.run([0.0] + [0.1] * 10, [1] + [0] * 10)
-    assert (told.asked, told.came, told.sizes) == ([1, 6, 2], [1] * 7, [4, 4, 2])
+    told.run([0.0] + [0.1] * 16, [1] + [0] * 16)
+    assert (told.asked, told.came, told.sizes) == ([1, 8, 8, 4], [1] * 7, [4] * 4)
 
 
 def test_each_request_is_told_once_while_it_waits() -> None:
