@@ -10,6 +10,8 @@ import pytest
 
 from dormouse.core import audit as audit_
 from dormouse.core.audit import FILES, REFUSED_AT_ONCE, Audit
+from dormouse.core.keys import KeyFile
+from dormouse.schemas.admin import Wish
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -87,6 +89,19 @@ def test_a_disk_that_takes_nothing_holds_nothing_up(tmp_path: Path) -> None:
     path.rmdir()
     audit.write("anna", "unix", "deploy", "chat", "ok")
     assert audit.trouble is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
+def test_what_root_writes_in_the_directory_of_another_user_is_that_users(tmp_path: Path) -> None:
+    """Else that user's node could not write it any more."""
+    for owner in (0, 4242):
+        os.chown(tmp_path, owner, owner)
+        for name in ("audit.log", "keys.json"):
+            (tmp_path / name).unlink(missing_ok=True)
+        Audit(tmp_path / "audit.log").write("root", "unix", "deploy", "chat", "ok")
+        KeyFile(tmp_path / "keys.json").create(Wish(), "root", 1000.0)
+        files = [(tmp_path / name).stat() for name in ("audit.log", "keys.json")]
+        assert [(file.st_uid, file.st_gid, stat.S_IMODE(file.st_mode)) for file in files] == [(owner, owner, 0o600)] * 2
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Secrets that are being removed, and those of functions that are being deployed."""
 
 import asyncio
+import fcntl
+import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +14,11 @@ from router_rig import spec
 from dormouse.core.secretfile import SecretFile
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.filechanges import FileChanges
-from dormouse.router.admin.vault import Vault
+from dormouse.router.admin.vault import Vault, variables_file
 from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
 WAIT_S = 60
@@ -57,6 +61,8 @@ def test_a_secret_that_is_being_removed_is_given_to_nobody_though_its_caller_lea
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert _code(vault) == "unknown_secret"
+        with pytest.raises(ConfigError, match="has no secret 'TOKEN'"):
+            vault.values(USER)
         first.cancel()
         await asyncio.wait((first,))
         assert (first.cancelled(), _code(vault)) == (True, "unknown_secret")
@@ -68,8 +74,23 @@ def test_a_secret_that_is_being_removed_is_given_to_nobody_though_its_caller_lea
         assert file.names("default") == set()
         await vault.call(ROOT, a.SetSecret(name="TOKEN", value="another", tenant="default"))
         assert _code(vault) == ""
+        assert vault.values(USER) == {"TOKEN": "another"}
 
     asyncio.run(removes())
+
+
+def test_the_file_of_an_instances_variables_is_sealed() -> None:
+    fd = variables_file(spec(env=(("MODE", "fast"),)), {"TOKEN": "a value"})
+    try:
+        assert json.loads(os.pread(fd, 1000, 0)) == {"MODE": "fast", "TOKEN": "a value"}
+        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 1000)):
+            with pytest.raises(PermissionError):
+                change()
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0)
+    finally:
+        os.close(fd)
+    assert variables_file(spec(), {}) == -1
 
 
 def test_a_secret_of_a_function_that_is_being_deployed_is_used(file: SecretFile, changes: FileChanges) -> None:
