@@ -254,8 +254,7 @@ def test_a_job_of_another_tenant_is_not_there() -> None:
 
 
 def test_limits_and_time_are_kept() -> None:
-    config = CONFIG + '[jobs]\nkeep_ms = 6000\ntenant_jobs = 3\ntenant_store = "2KiB"\n'
-    with running_node(config) as node:
+    with running_node(CONFIG + '[jobs]\ntenant_jobs = 3\ntenant_store = "2KiB"\n') as node:
         node.deployed("f", FUNCTION, timeout="60s")
         gate = node.shared / "gate"
         jobs = [_job(node, {"until": str(gate), "x": number}) for number in range(3)]
@@ -269,6 +268,10 @@ def test_limits_and_time_are_kept() -> None:
         assert _ended(node, newer)["state"] == "succeeded"
         large = _post(node, {"x": "y" * 3000}, Prefer="respond-async")
         assert (large.status, large.code) == (429, "jobs_full")
+        node.stop()
+        node.file.write_text(node.file.read_text().replace("[jobs]", "[jobs]\nkeep_ms = 1000"))
+        node.start()
+        _job(node, {"x": 1})
         node.wait(lambda: bool(node.http("GET", "/jobs").body["jobs"] == []), 60, "all to be forgotten")
         assert node.http("GET", f"{newer}/result").status == 404
 
