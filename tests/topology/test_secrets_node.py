@@ -86,6 +86,8 @@ def test_a_function_has_its_secrets_and_nobody_sees_them(node: TestNode) -> None
 
 
 def test_a_secret_that_is_used_stays_and_a_new_value_comes_with_a_restart(node: TestNode) -> None:
+    node.admin.set_secret("", "TOKEN", VALUE)
+    assert _deploy(node, secrets=("TOKEN",)).status == 200
     with pytest.raises(CallRefused, match="'TOKEN' is used by f") as caught:
         node.admin.remove_secret("default", "TOKEN")
     assert caught.value.code == "secret_used"
@@ -96,6 +98,8 @@ def test_a_secret_that_is_used_stays_and_a_new_value_comes_with_a_restart(node: 
 
 
 def test_a_rollback_keeps_variables_and_the_names_of_secrets(node: TestNode) -> None:
+    node.admin.set_secret("", "TOKEN", "another-value")
+    assert _deploy(node, secrets=("TOKEN",), env={"MODE": "fast", "PLAIN": ""}).status == 200
     assert _deploy(node, env={"MODE": "slow"}).status == 200
     assert node.result("f", 0) == {"TOKEN": None, "MODE": "slow", "PLAIN": None}
     node.admin.roll_back("f", 0)
