@@ -194,3 +194,26 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path) -> None:
     again, file, _ = opened(tmp_path / "usage")
     assert {name: books.total for name, books in again.books.items()} == dict.fromkeys(names, Used(requests=1))
     file.close()
+
+
+def test_a_file_that_another_program_holds_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    """As one that makes a copy of it may."""
+    ledger, file, log = opened(tmp_path / "usage")
+    file.write()
+    assert file._db is not None
+    file._db.execute("PRAGMA busy_timeout=0")
+    other = sqlite3.connect(tmp_path / "usage", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    account = Account("t", "f")
+    for _ in range(3):
+        ledger.add(account, Used(requests=1), NOW_S)
+        file.write()
+    assert log.warnings == ["usage_not_kept: database is locked"], "it is said once"
+    other.execute("ROLLBACK")
+    other.close()
+    file.write()
+    file.close()
+    again, file, log = opened(tmp_path / "usage")
+    assert again.books[account].total == Used(requests=3)
+    assert not log.warnings
+    file.close()
