@@ -2,9 +2,11 @@
 
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,7 @@ def stay():
 
 PROWL = """
 import os, signal, subprocess
-STATE, RUN, ROUTER = {state!r}, {run!r}, {router}
+STATE, RUN, OTHER = {state!r}, {run!r}, {other}
 def tried(act):
     try:
         return act() or "done"
@@ -139,8 +141,8 @@ def prowl():
         other=lambda: str(os.listdir(STATE + "/functions/other")),
         run=lambda: str(os.listdir(RUN + "/t")),
         admin=lambda: __import__("socket").socket(1).connect(RUN + "/admin"),
-        environ=lambda: open(f"/proc/{{ROUTER}}/environ").read(),
-        signal=lambda: os.kill(ROUTER, 0),
+        environ=lambda: open(f"/proc/{{OTHER}}/environ").read(),
+        signal=lambda: os.kill(OTHER, 0),
         python=lambda: write(os.path.join(os.path.dirname(os.__file__), "prowled.py")),
         system=lambda: write("/usr/prowled"),
         root=lambda: os.setuid(0) if os.getuid() else None,
@@ -285,15 +287,28 @@ def test_code_of_packages_cannot_have_another_folder_taken_for_what_it_builds(in
         assert node.result("other", 0) == 1
 
 
+@contextmanager
+def _process() -> Iterator[int]:
+    """One of the node's user, and a number that no process has where they begin with 1."""
+    while True:
+        with subprocess.Popen(["sleep", "600"]) as process:
+            try:
+                if process.pid > 1000:
+                    yield process.pid
+                    return
+            finally:
+                process.kill()
+
+
 def test_code_of_packages_reaches_nothing_of_the_node_or_of_others(index: PackageIndex) -> None:
     """It runs, and says what it could do."""
     config = f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n'
-    with running_node(config, node='tenants = "many"\n') as node:
+    with running_node(config, node='tenants = "many"\n') as node, _process() as other:
         if not {"own-uid", "pid", "mount"} <= set(node.status()["node"]["confinement"].split("+")):
             pytest.skip("builds are not confined here")
         node.deployed("other", "def handle(state, request):\n    return 1\n", tenant="other")
         node.admin.set_secret("other", "TOKEN", "of the other tenant")
-        backend = PROWL.format(state=str(node.state), run=str(node.run), router=node.pids()["router"])
+        backend = PROWL.format(state=str(node.state), run=str(node.run), other=other)
         index.sources("prowl", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": backend})
         source = "import prowl\ndef handle(state, request):\n    return prowl.SAW\n"
         node.deployed("f", source, requirements="prowl", allow_build=True, tenant="sly")
