@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from dormouse.core.quantities import size
 from dormouse.schemas.messages import Failure
 
 BRING_S: Final = 50.0
@@ -89,7 +90,7 @@ def in_use(name: str, left_nbytes: int, where: str) -> Failure | None:
     if not left_nbytes:
         return None
     text = (
-        f"{left_nbytes:,} bytes of {name!r} stay {where}: they are in use, or other functions have them too; "
+        f"{size(left_nbytes)} of {name!r} stay {where}: they are in use, or other functions have them too; "
         "try again when it rests"
     )
     return Failure(code="in_use", status=409, text=text, retryable=True)

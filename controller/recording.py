@@ -22,6 +22,7 @@ import msgspec
 from dormouse.controller.scheduling.events import Action, Event
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.quantities import size
 from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
@@ -143,7 +144,7 @@ class Recorder:
             FRAME.pack_into(buffer, begin, len(buffer) - body, zlib.crc32(view[body:]))
         if self._nbytes + len(buffer) > self._limit_nbytes:
             del buffer[begin:]
-            self._stop(f"the file has reached record.limit, {self._limit_nbytes:,} bytes")
+            self._stop(f"the file has reached record.limit, {size(self._limit_nbytes)}")
 
     def flush(self) -> None:
         """Write what was recorded since the last time."""

@@ -9,6 +9,7 @@ from dormouse.controller.scheduling.functions import USUAL_PROMPT
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.quantities import duration, size
 from dormouse.core.step_times import first_token_s
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
@@ -46,12 +47,13 @@ def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) 
     if spec.llm is not None and times is not None:
         first_ms = 1e3 * first_token_s(times, USUAL_PROMPT, 0)
         if first_ms > wanted_ms:
-            text = f"a prompt of {USUAL_PROMPT} tokens takes {first_ms:.0f} ms on this node with nobody else there"
-            return f"{what} is wanted within {wanted_ms} ms, which cannot be: {text}"
+            takes = f"takes {duration(round(first_ms))} on this node with nobody else there"
+            text = f"a prompt of {USUAL_PROMPT} tokens {takes}"
+            return f"{what} is wanted within {duration(wanted_ms)}, which cannot be: {text}"
     copy_ms = 1e3 * model.nbytes / scheduler.bandwidths.host_bps
     if copy_ms > wanted_ms:
-        text = f"to bring its {model.nbytes:,} bytes to a GPU takes {copy_ms:.0f} ms"
-        return f"{what} is wanted within {wanted_ms} ms, which cannot be when the model sleeps: {text}"
+        text = f"to bring its {size(model.nbytes)} to a GPU takes {duration(round(copy_ms))}"
+        return f"{what} is wanted within {duration(wanted_ms)}, which cannot be when the model sleeps: {text}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""How the `dormouse` command prints: JSON, tables, sizes. Knows no command."""
+"""How the `dormouse` command prints: JSON, tables, times. Knows no command."""
 
 import json
 import sys
@@ -16,18 +16,6 @@ SHORT: Final = 12
 
 def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def size(nbytes: int | None) -> str:
-    """A size for people: three digits or so and a binary unit."""
-    if nbytes is None:
-        return "-"
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1000:  # not 1024: four digits are harder to read than a fraction
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
 def harmless(text: str) -> str:

@@ -6,6 +6,8 @@ Worst first: what does not run, what was lost, what is late, what will be full.
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dormouse.core.quantities import duration, size
+
 NEARLY_FULL: Final = 0.95
 BROKEN: Final = ("failed", "quarantined")
 ENOUGH: Final = 20
@@ -60,7 +62,7 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
         left = f"; {count} run still" if (count := node.get("requests_open")) else ""
         yield f"drained: no new requests are taken until `dormouse drain --undo`{left}"
     if (left := node.get("disk_free_nbytes")) is not None and left < LEAST_DISK_NBYTES:
-        yield f"the disk of {node['state']} has {left >> 20} MiB left: deploys, jobs and logs need it; make room"
+        yield f"the disk of {node['state']} has {size(left)} left: deploys, jobs and logs need it; make room"
     if why := node.get("tracing", {}).get("trouble"):
         yield f"traces are not taken by {node['tracing']['endpoint']}: {why}"
     if node["missing"]:
@@ -108,7 +110,7 @@ def _waits(value: dict[str, Any]) -> Iterator[str]:
     if long:
         count = len(waits["oldest"]) + sum(waits["others"].values())
         first = max(long, key=lambda row: float(row["waited_ms"]))
-        yield f"{count} wait for a GPU, {first['function']} for {first['waited_ms'] / 1000:.1f} s: {first['reason']}"
+        yield f"{count} wait for a GPU, {first['function']} for {duration(first['waited_ms'])}: {first['reason']}"
     for name, row in value.get("tenants", {}).items():
         if row["over_share"]:
             yield f"tenant {name} is over its share of the GPUs' time: its requests come last"

@@ -33,7 +33,7 @@ def encode(value: Any, accept: str, limit_nbytes: int) -> tuple[bytes | memoryvi
     if data is None:
         return codec.encode(value, limit_nbytes), ""
     if len(data) > limit_nbytes:
-        raise BadResponse(codec.too_long(len(data), "bytes", limit_nbytes))
+        raise BadResponse(codec.too_long(len(data), limit_nbytes))
     return data, kind
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import orjson
 import torch
 
+from dormouse.core.quantities import sizes
+
 EVENT_NBYTES: Final = 16 << 20
 """Of a JSON value in one event, at most."""
 
@@ -79,12 +81,13 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     if not finite:
         raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:
-        raise BadResponse(too_long(len(data), "bytes of JSON", limit_nbytes))
+        raise BadResponse(too_long(len(data), limit_nbytes, " of JSON"))
     return data
 
 
-def too_long(nbytes: int, what: str, limit_nbytes: int) -> str:
-    return f"handle() returned {nbytes} {what}; at most {limit_nbytes} fit: return less, or raise [limits] response"
+def too_long(nbytes: int, limit_nbytes: int, what: str = "") -> str:
+    has, most = sizes(nbytes, limit_nbytes)
+    return f"handle() returned {has}{what}; at most {most} fit: return less, or raise [limits] response"
 
 
 def event(value: Any) -> bytes:

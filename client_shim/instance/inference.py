@@ -19,6 +19,7 @@ import torch
 from dormouse.client_shim.instance import codec, signatures
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.signatures import BF16, BYTES, NAMES, NUMBERS, Signature, Tensors, TensorSpec, wrong
+from dormouse.core.quantities import size
 from dormouse.schemas.open_inference import ALL, InferenceKind, InferredKind
 
 MOST_TENSORS: Final = 1000
@@ -121,7 +122,7 @@ class Inference:
             raise BadResponse(f"handle() returned outputs with names that are no Unicode: {error}") from error
         nbytes = len(json) + sum(map(len, pieces))
         if nbytes > limit_nbytes:
-            raise BadResponse(codec.too_long(nbytes, "bytes", limit_nbytes))
+            raise BadResponse(codec.too_long(nbytes, limit_nbytes))
         body = b"".join([json, *pieces])
         if self._kind.accept:
             body = _packed(body, self._kind.accept)
@@ -164,7 +165,7 @@ def _unpacked(body: bytes | memoryview, kind: InferenceKind) -> bytes:
     except zlib.error as error:
         raise wrong(f"the body is not {kind.encoding}, as Content-Encoding says: {error}") from None
     if len(whole) > kind.most:
-        raise wrong(f"the body has more than {kind.most} bytes when it is unpacked (limits.body); send less")
+        raise wrong(f"the body has more than {size(kind.most)} when it is unpacked (limits.body); send less")
     if not machine.eof or machine.unused_data:
         raise wrong(f"the body is not {kind.encoding}, as Content-Encoding says: it does not end where it should")
     return whole

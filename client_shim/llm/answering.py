@@ -16,6 +16,7 @@ from dormouse.client_shim.llm.text import UnreadableTokens
 from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.client_shim.llm.tool_calls import CallBegun, CallEnded, CallPart, Piece
 from dormouse.client_shim.node.router_port import RouterPort
+from dormouse.core.quantities import sizes
 from dormouse.schemas import messages as m
 
 ANSWER_NBYTES: Final = 960 << 10
@@ -232,7 +233,8 @@ class Answering:
         self._send(m.Returned(request=request.number, body=body, nbytes=len(body), tokens=request.counts))
 
     def _too_long(self, request: OpenRequest, nbytes: int) -> None:
-        text = f"the answer has {nbytes:,} bytes and more than {ANSWER_NBYTES:,}: ask for it with stream"
+        has, most = sizes(nbytes, ANSWER_NBYTES)
+        text = f"the answer has {has} and more than {most}: ask for it with stream"
         self._fail(request, "bad_response", text)
 
     # --- parts

@@ -17,6 +17,7 @@ from dormouse.client_shim.llm.adapter_weights import without_equal
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
 from dormouse.core.modelfolder import ADAPTER
+from dormouse.core.quantities import size
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
@@ -89,8 +90,8 @@ def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str:
         return ""
     tokens = math.floor(room / kv_nbytes(spec, 1))
     text = (
-        f"a GPU of this node has {gpu_nbytes:,} bytes, the weights {weights_nbytes:,}, and the KV of a token "
-        f"{kv_nbytes(spec, 1):,}: there is room for {tokens:,} tokens"
+        f"a GPU of this node has {size(gpu_nbytes)}, the weights {size(weights_nbytes)}, and the KV of a token "
+        f"{size(kv_nbytes(spec, 1))}: there is room for {tokens:,} tokens"
     )
     if tokens < min(LEAST_TOKENS, spec.context):
         raise BadFolder(f"{text}; use a GPU with more memory, or a smaller model")

@@ -17,6 +17,7 @@ from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
 from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
 from dormouse.controller.scheduling.turns import FreeTurns
+from dormouse.core.quantities import size
 from dormouse.schemas.messages import Failure, Lease
 
 PEAK_MARGIN: Final = 1.1
@@ -236,7 +237,7 @@ class Granting:
 def unbound(model: Model) -> Failure:
     """With early binding, no GPU has room for it."""
     text = (
-        f"no GPU has {model.nbytes:,} bytes that no other model has, and with placement bound none makes room; use "
+        f"no GPU has {size(model.nbytes)} that no other model has, and with placement bound none makes room; use "
         "another placement, or more GPUs"
     )
     return Failure(code="gpus_full", status=507, text=text)

@@ -19,6 +19,7 @@ from dormouse.controller.scheduling.events import (
 from dormouse.controller.scheduling.functions import EvictedFor, Function, LastEviction, LastWake
 from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
 from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.quantities import sizes
 from dormouse.schemas.messages import Done, Failure
 from dormouse.schemas.policy import Policy
 
@@ -205,9 +206,9 @@ class Inventory:
                 return None
         if not self.gpus:
             return None
-        largest = max(gpu.capacity_nbytes for gpu in self.gpus.values())
+        has, largest = sizes(model.nbytes, max(gpu.capacity_nbytes for gpu in self.gpus.values()))
         text = (
-            f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,} for models; use a smaller model or "
+            f"the model has {has} and the largest GPU {largest} for models; use a smaller model or "
             "a GPU with more memory ([gpu] memory for emulated ones; [gpu] activations is what others keep back)"
         )
         return Failure(code="model_too_large", status=507, text=text)

@@ -10,6 +10,7 @@ from dormouse.controller.scheduling.functions import LastEviction, LastPreload
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.state import Gpu, Running, Waiting
+from dormouse.core.quantities import duration, size
 
 OLDEST: Final = 20
 """Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
@@ -68,23 +69,20 @@ class Reasons:
         if (number := waiting.model.held_for) is not None and number in gpus:
             running = gpus[number].running
             if running is not None:
-                soon = f"in {ms(running.ends_s - now_s):.0f} ms" if running.ends_s > now_s else "any moment"
+                soon = f"in {_duration(running.ends_s - now_s)}" if running.ends_s > now_s else "any moment"
                 if running.model is not waiting.model and waiting.model.instance not in gpus[number].resident:
                     others = "all GPUs but one wait for long copies, and its own would be another"
                     return "held", f"{others}; GPU {number} is expected to be free {soon}"
                 return "held", f"GPU {number} has its model and is expected to be free {soon}"
         if waiting.rationed:
-            size = f"{waiting.model.nbytes / 1e9:.2g} GB"
-            return (
-                "rationed",
-                f"links are too slow for all models: those that need most, as its {size}, wait",
-            )
+            most = f"those that need most, as its {size(waiting.model.nbytes)}, wait"
+            return "rationed", f"links are too slow for all models: {most}"
         if waiting.tenant in self._over_by_s:
             return "share", self._share(waiting.tenant)
         standing = scheduler.standing(waiting, now_s)
         if policy.passed_over_ms and now_s - waiting.arrived_s >= policy.passed_over_ms / 1000:
             share = f"{policy.passed_over_share:.0%} of the GPUs' time is for those that have, oldest first"
-            text = f"{self._busy()}; it has waited for more than {policy.passed_over_ms / 1000:g} s, and {share}"
+            text = f"{self._busy()}; it has waited for more than {duration(policy.passed_over_ms)}, and {share}"
             return "overdue", text
         if standing[0] > 0.0:
             return "late", "late already: those that can make their deadline come first"
@@ -99,7 +97,7 @@ class Reasons:
     def _share(self, tenant: str) -> str:
         others = {waiting.tenant for waiting in self._scheduler.waiting.values()}
         return (
-            f"tenant {tenant} is {self._over_by_s[tenant]:.1f} s of a GPU ahead of its share, which is "
+            f"tenant {tenant} is {_duration(self._over_by_s[tenant])} of a GPU ahead of its share, which is "
             f"{self._shares.share(tenant, others):.0%} beside those who wait: others' requests come first"
         )
 
@@ -110,7 +108,7 @@ class Reasons:
         if not names:
             return text
         left_s = min((left_s for turn in gpu.turns if (left_s := turn.ends_s - self._now_s) > 0.0), default=0.0)
-        more = f" for about {ms(left_s):.0f} ms more" if left_s else ""
+        more = f" for about {_duration(left_s)} more" if left_s else ""
         if len(names) == 1:
             return f"{text}, which {names[0]} has{more}"
         return f"{text}: {', '.join(names)} have theirs" + (f", the first{more}" if more else "")
@@ -122,15 +120,15 @@ class Reasons:
         what = "a first token" if due.tokens else "its tokens"
         left_ms = ms(self._scheduler.margin_s(lease, self._now_s))
         if left_ms < 0.0:
-            return f"; {what} will be {-left_ms:.0f} ms late"
-        return f"; {what} can wait {left_ms:.0f} ms more"
+            return f"; {what} will be {duration(round(-left_ms))} late"
+        return f"; {what} can wait {duration(round(left_ms))} more"
 
     def _busy(self) -> str:
         count = len(self._scheduler.gpus)
         if self._free:
             return "requests before it wait for GPUs that are busy"
         left_s = 0.0 if self._next_s is None else self._next_s - self._now_s
-        more = f"for about {ms(left_s):.0f} ms more" if left_s > 0.0 else ""
+        more = f"for about {_duration(left_s)} more" if left_s > 0.0 else ""
         if count == 1:
             return f"the only GPU is busy {more}".rstrip()
         return f"all {count} GPUs are busy" + (f", the first {more}" if more else "")
@@ -153,14 +151,20 @@ def preloaded(last: LastPreload | None, now_s: float) -> dict[str, Any] | None:
     """What a GPU was given last before anybody asked for it, and why."""
     if last is None:
         return None
+    saved = duration(1000 * last.saved_s)
     return {
         "function": last.function,
         "ago_s": round(now_s - last.at_s, 3),
         "nbytes": last.nbytes,
         "copied_nbytes": last.copied_nbytes,
         "outcome": last.outcome or "coming",
-        "reason": f"{60 * last.rate_s:.3g} times a minute, somebody would have waited {ms(last.saved_s):g} ms for it",
+        "reason": f"{60 * last.rate_s:.3g} times a minute, somebody would have waited {saved} for it",
     }
+
+
+def _duration(seconds: float) -> str:
+    """Of what is expected: to a millisecond."""
+    return duration(round(1000 * seconds))
 
 
 def ms(seconds: float) -> float:

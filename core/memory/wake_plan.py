@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dormouse.core.memory.models import ModelLayout
 from dormouse.core.memory.pools.protocol import PoolChange
+from dormouse.core.quantities import size, sizes
 
 
 class ModelTooLarge(Exception):
@@ -22,9 +23,10 @@ def refuse_too_large(model: ModelLayout, capacity: int, reserve_nbytes: int) -> 
     """If it is larger than what the GPU has beside what is reserved."""
     needed = model.needs_nbytes
     if needed > capacity - reserve_nbytes:
+        needs, has = sizes(needed, capacity)
         raise ModelTooLarge(
-            f"the model needs {needed:,} bytes of GPU memory; this GPU has {capacity:,}"
-            + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
+            f"the model needs {needs} of GPU memory; this GPU has {has}"
+            + (f", of which {size(reserve_nbytes)} are in use for activations" if reserve_nbytes else "")
             + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
             PoolChange(),
         )

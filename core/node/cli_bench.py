@@ -9,8 +9,9 @@ import click
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.statusview import duration
+from dormouse.core.node.statusview import told
 from dormouse.core.output import show_json, table
+from dormouse.core.quantities import duration
 
 MOST_RATE: Final = 2000.0
 BAR: Final = 40
@@ -81,19 +82,19 @@ def _show(name: str, rate: float, found: dict[str, Any], row: dict[str, Any]) ->
         click.echo(f"{outcome}: {why}")
     for what, times in (("first part", found["first_ms"]), ("answer", found["latency_ms"])):
         if times is not None:
-            click.echo(f"{what}: " + ", ".join(f"{key} {value:.1f} ms" for key, value in times.items()))
+            click.echo(f"{what}: " + ", ".join(f"{key} {duration(value)}" for key, value in times.items()))
     if found["in_time"] is not None:
         kept = "kept" if found["in_time"] * 100 >= row["percentile"] else "missed"
-        wanted = f"{row['percentile']:g}% in {found['deadline_ms']:g} ms"
+        wanted = f"{row['percentile']:g}% in {duration(found['deadline_ms'])}"
         click.echo(f"in time: {found['in_time']:.1%}; {wanted} wanted: {kept}")
     slowest = max((part["p99_ms"] or 0.0 for part in found["slices"]), default=0.0) or 1.0
     rows = [
         {
-            "from": f"{part['from_s']:.1f} s",
+            "from": duration(1000 * part["from_s"]),
             "sent": part["sent"],
             "late": part["late"],
-            "p50": duration(part["p50_ms"]),
-            "p99": duration(part["p99_ms"]),
+            "p50": told(part["p50_ms"]),
+            "p99": told(part["p99_ms"]),
             "": "#" * round(BAR * (part["p99_ms"] or 0.0) / slowest),
         }
         for part in found["slices"]

@@ -26,6 +26,7 @@ from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.paths import StatePaths
+from dormouse.core.quantities import size
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
 from dormouse.schemas.errors import ConfigError
@@ -136,7 +137,7 @@ def _gpus(found: gpus_.GpuSurvey, kernels: Sequence[str]) -> list[Finding]:
             advice = "the node goes on without it" if working else "no GPU can be used"
             findings.append(Finding(f"gpu {number}", "warn" if working else "fail", state.error, advice))
         elif taken > state.total_nbytes // 8:  # a context takes less itself
-            text = f"{_gib(taken)} of {_gib(state.total_nbytes)} are held by other processes"
+            text = f"{size(taken)} of {size(state.total_nbytes)} are held by other processes"
             advice = "end them; the node takes what is left when it starts"
             findings.append(Finding(f"gpu {number}", "warn", text, advice))
         if not state.error and kernels and not covers(kernels, state.capability):
@@ -186,8 +187,8 @@ def _memory(config: NodeConfig, gpus: int) -> Finding:
     """``gpus`` of CUDA; without them, emulated ones take of the machine's memory."""
     total = machine_nbytes()
     pools = 0 if gpus else config.gpu_count * config.gpu_nbytes
-    emulated = "" if gpus else f" {config.gpu_count} emulated GPUs of {_gib(config.gpu_nbytes)},"
-    found = f"{_gib(total)} in all;{emulated} {_gib(config.host_nbytes)} for models"
+    emulated = "" if gpus else f" {config.gpu_count} emulated GPUs of {size(config.gpu_nbytes)},"
+    found = f"{size(total)} in all;{emulated} {size(config.host_nbytes)} for models"
     if pools + config.host_nbytes > total:
         advice = "that is more than the machine has; set [gpu] memory, count or [limits] host lower"
         return Finding("memory", "fail", found, advice)
@@ -205,13 +206,13 @@ def _shared_memory(config: NodeConfig) -> Finding:
             f"memfd_create: {error.strerror}",
             "run on Linux 3.17 or newer, outside such a filter",
         )
-    arena = sum(parse_nbytes(size) for size in (config.limits.body, config.limits.response, config.limits.stream))
+    arena = sum(parse_nbytes(each) for each in (config.limits.body, config.limits.response, config.limits.stream))
     try:
         shm = os.statvfs("/dev/shm")
-        size = f"; /dev/shm has {_gib(shm.f_bsize * shm.f_blocks)}"
+        room = f"; /dev/shm has {size(shm.f_bsize * shm.f_blocks)}"
     except OSError:
-        size = ""
-    return Finding("shared memory", "ok", f"memfd with seals; at most {_gib(arena)} per instance{size}")
+        room = ""
+    return Finding("shared memory", "ok", f"memfd with seals; at most {size(arena)} per instance{room}")
 
 
 def _libraries(config: NodeConfig) -> list[Finding]:
@@ -321,10 +322,6 @@ def _exposure(config: NodeConfig) -> Finding:
     reach = "this machine alone" if exposure.is_loopback(node.host) else "others than this machine"
     how = "TLS" if node.tls_cert else "a proxy" if node.behind_proxy else "plain HTTP"
     return Finding("exposure", "ok", f"{reach}, by {how}")
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def as_json(findings: list[Finding]) -> str:

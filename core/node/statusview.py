@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.output import harmless, size, table
+from dormouse.core.output import harmless, table
 from dormouse.core.problems import problems, standing, strangers
+from dormouse.core.quantities import duration, size
 
 GPU: Final = [
     "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
@@ -75,8 +76,8 @@ def head(value: dict[str, Any], found: list[str]) -> None:
     for role, ended in node.get("ended", {}).items():
         if role in node["peers"] and ended["ago_s"] < NOTED_S:
             often = f", and {ended['times'] - 1} times before" if ended["times"] > 1 else ""
-            ago = f"{ended['ago_s']:.0f} s" if ended["ago_s"] < 120.0 else f"{ended['ago_s'] / 60:.0f} min"
-            click.echo(f"{role} ended {ago} ago{often}, and was started again: {node['state']}/logs/supervisor.log")
+            said = f"{role} ended {duration(1000 * round(ended['ago_s']))} ago{often}, and was started again"
+            click.echo(f"{said}: {node['state']}/logs/supervisor.log")
 
 
 def problem_line(text: str) -> None:
@@ -90,8 +91,8 @@ def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return row | {
         "function": name,
         "in time": None if counted is None else f"{counted['in_time']:.1%}",
-        "p50": duration(row.get("p50_ms")),
-        "p99": duration(row.get("p99_ms")),
+        "p50": told(row.get("p50_ms")),
+        "p99": told(row.get("p99_ms")),
         "on GPUs": _places(map(str, row.get("gpu_nbytes", {})), row),
     }
 
@@ -255,7 +256,7 @@ def wake(last: dict[str, Any] | None) -> str | None:
         return None
     sources = (("host", "host_nbytes"), ("GPUs", "peer_nbytes"), ("files", "file_nbytes"))
     parts = ", ".join(f"{size(last[key])} from {source}" for source, key in sources if last[key])
-    took = "" if last["wake_us"] is None else f" in {last['wake_us'] / 1000:.1f} ms"
+    took = "" if last["wake_us"] is None else f" in {duration(last['wake_us'] / 1000)}"
     return f"GPU {last['gpu']}{took}: {parts}"
 
 
@@ -267,8 +268,8 @@ def service_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
         "in time": f"{service['in_time']:.1%} of {service['counted']}{'' if service['complies'] else ': missed'}",
         "wanted": f"{service['percentile']:g}% in {duration(service['deadline_ms'])}",
         "requests/s": service["rate_s"],
-        "run": duration(service["run_ms"]),
-        "with wake": f"{duration(service['wake_ms']) or 'unknown'}{weight[service['heavy']]}",
+        "run": told(service["run_ms"]),
+        "with wake": f"{told(service['wake_ms']) or 'unknown'}{weight[service['heavy']]}",
         "last evicted": None if last is None else eviction(last),
     }
 
@@ -282,10 +283,10 @@ def tokens_row(name: str, llm: dict[str, Any], percentile: float) -> dict[str, A
     return {
         "model": name,
         "first token (p50, p99)": durations(llm["ttft_ms"]),
-        "queue, runtime, wake, prefill (p50)": ", ".join(f"{part:.1f}" for part in parts if part is not None) or None,
+        "queue, runtime, wake, prefill (p50)": ", ".join(duration(part) for part in parts if part is not None) or None,
         "next tokens (p50, p99)": durations(llm["tpot_ms"]),
         "in time": in_time,
-        "wanted": f"{percentile:g}% in {llm['wanted_ttft_ms']} ms, then {llm['wanted_tpot_ms']} ms",
+        "wanted": f"{percentile:g}% in {duration(llm['wanted_ttft_ms'])}, then {duration(llm['wanted_tpot_ms'])}",
         "tokens in": llm["prompt_tokens"],
         "out": llm["made_tokens"],
         "reused": llm["reused_tokens"],
@@ -312,7 +313,8 @@ def runtime_row(name: str, runtime: dict[str, Any]) -> dict[str, Any]:
 
 def eviction(last: dict[str, Any]) -> str:
     whom = f" for {last['for']}" if last["for"] else ""
-    return f"{size(last['nbytes'])} from GPU {last['gpu']}{whom} {last['ago_s']:.0f} s ago: {last['rule']}"
+    ago = duration(1000 * round(last["ago_s"]))
+    return f"{size(last['nbytes'])} from GPU {last['gpu']}{whom} {ago} ago: {last['rule']}"
 
 
 def wait_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -325,12 +327,11 @@ def wait_row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def duration(ms: float | None) -> str | None:
-    if ms is None:
-        return None
-    return f"{ms:.1f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+def told(ms: float | None) -> str | None:
+    return None if ms is None else duration(ms)
 
 
 def durations(ms: dict[str, float | None]) -> str | None:
     """A p50 and a p99."""
-    return None if ms["p50"] is None else f"{duration(ms['p50'])}, {duration(ms['p99'])}"
+    p50, p99 = told(ms["p50"]), told(ms["p99"])
+    return None if p50 is None else f"{p50}, {p99}"

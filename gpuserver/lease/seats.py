@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
+from dormouse.core.quantities import size
 from dormouse.gpuserver.lease import adapters, endings, preloads, reclaim
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -86,8 +87,8 @@ def relieve(state: MachineState, event: e.Relieve) -> None:
             return
         if state.share and not enough:
             text = (
-                f"With every idle model evicted there would be {most_nbytes:,} bytes; {beside_nbytes:,} were in use, "
-                f"{event.refused_nbytes:,} asked for. So none was evicted."
+                f"With every idle model evicted there would be {size(most_nbytes)}; {size(beside_nbytes)} were in use, "
+                f"{size(event.refused_nbytes)} asked for. So none was evicted."
             )
             answer(state, text)
             return

@@ -9,6 +9,7 @@ from msgspec import structs
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.names import NAME
+from dormouse.core.quantities import size
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
@@ -224,7 +225,7 @@ class Deploying:
         """The files of an archive of so many bytes, which waits until it is whole. Raises HttpError."""
         snapshots = self._keeper.snapshots
         if nbytes > snapshots.most_nbytes:
-            raise refuse(413, "folder_too_large", f"an archive of {nbytes:,} bytes (limits.folder); send less")
+            raise refuse(413, "folder_too_large", f"an archive of {size(nbytes)} (limits.folder); send less")
         snapshots.refuse_if_full(2 * nbytes)  # and once more as a snapshot
         half = snapshots.half()
         file = await self._keeper.keeping(open, half, "wb")

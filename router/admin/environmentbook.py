@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from dormouse.core.quantities import size, sizes
 from dormouse.router.admin.turns import BuildTurns
 from dormouse.router.front.exchange import HttpError, refuse
 
@@ -128,9 +129,10 @@ class EnvironmentBook:
         nbytes = more_nbytes + _sum(each for each in self.environments.values() if each.counts_for(tenant))
         if nbytes <= self._tenant_nbytes:
             return None
+        has, may_have = sizes(nbytes, self._tenant_nbytes)
         text = (
-            f"the libraries of tenant {tenant!r} would have at least {nbytes:,} bytes with those of this deploy, and "
-            f"may have {self._tenant_nbytes:,} ([environments] tenant_store); remove functions, or require less"
+            f"the libraries of tenant {tenant!r} would have at least {has} with those of this deploy, and "
+            f"may have {may_have} ([environments] tenant_store); remove functions, or require less"
         )
         return refuse(507, "environments_full", text)
 
@@ -139,7 +141,7 @@ class EnvironmentBook:
         if _sum(self.environments.values()) + more_nbytes <= self._most_nbytes:
             return None
         text = (
-            f"the libraries of all functions of this node may have {self._most_nbytes:,} bytes ([environments] store), "
+            f"the libraries of all functions of this node may have {size(self._most_nbytes)} ([environments] store), "
             "and there is not enough room; remove functions, or have whoever runs the node raise it"
         )
         return refuse(507, "environments_full", text)

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
 from dormouse.core.paths import RunPaths
+from dormouse.core.quantities import duration, size
 from dormouse.router.admin import builtfiles
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.instances.instances import Instances
@@ -77,13 +78,14 @@ class BuildBounds(NamedTuple):
         # Files that are open and have no name any more: whoever has no code in the build cannot make them.
         if self.sources and (unseen_nbytes := used.lost_nbytes - used.nbytes) > self.size_nbytes:
             text = (
-                f"while it was built, the disk lost {unseen_nbytes:,} bytes that none of its files has, and a build "
+                f"while it was built, the disk lost {size(unseen_nbytes)} that none of its files has, and a build "
                 f"may have {self.size} ([environments] size): code of a package keeps files that it has removed; or "
                 "something else writes much to the disk of [node] state: then deploy again"
             )
             return refuse(413, "environment_too_large", text)
         if used.spent_s >= self.time_s:
-            text = f"the build took longer than {self.time_s:g} s ([environments] time_ms); require less, or allow more"
+            longest = f"{duration(1000 * self.time_s)} ([environments] time_ms)"
+            text = f"the build took longer than {longest}; require less, or allow more"
             return refuse(504, "build_timed_out", text)
         return None
 

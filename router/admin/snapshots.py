@@ -27,6 +27,7 @@ from typing import Final
 from blake3 import blake3
 
 from dormouse.core.paths import BLOBS, VERSIONS
+from dormouse.core.quantities import size
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas.admin import MAX_NAME_NBYTES
 
@@ -166,7 +167,7 @@ class Upload:
         if self._files > self._snapshots.most_files:
             raise _too_large(f"more than {self._snapshots.most_files:,} files (limits.folder_files)")
         if self._nbytes > self._snapshots.most_nbytes:
-            raise _too_large(f"more than {self._snapshots.most_nbytes:,} bytes (limits.folder)")
+            raise _too_large(f"more than {size(self._snapshots.most_nbytes)} (limits.folder)")
         self._snapshots.refuse_if_full(nbytes)
         with _as_refusals(name):
             _make_directory(path.parent)

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from dormouse.core.quantities import duration, sizes
 from dormouse.schemas.messages import Failure, FunctionSpec
 
 _RAISED_STATUS: Final = {
@@ -51,8 +52,8 @@ def sandboxes_restart() -> Failure:
 
 def no_sandbox_yet(timeout_ms: int) -> Failure:
     text = (
-        f"the node has not been able to start instances for {timeout_ms} ms, the function's time limit; nothing was "
-        "run; send it again later"
+        f"the node has not been able to start instances for {duration(timeout_ms)}, the function's time limit; nothing "
+        "was run; send it again later"
     )
     return Failure(code="starting", status=503, text=text, retryable=True)
 
@@ -75,8 +76,8 @@ def queue_full(what: str, limit: int, over_share: str = "") -> Failure:
 
 def waited_too_long(timeout_ms: int, over_share: str = "") -> Failure:
     text = (
-        f"no GPU or instance was free within {timeout_ms} ms, the function's time limit{_share(over_share)}; nothing "
-        "was run; retry later"
+        f"no GPU or instance was free within {duration(timeout_ms)}, the function's time limit{_share(over_share)}; "
+        "nothing was run; retry later"
     )
     return Failure(code="timed_out", status=504, text=text, retryable=True)
 
@@ -86,17 +87,17 @@ def _share(tenant: str) -> str:
 
 
 def ran_too_long(timeout_ms: int) -> Failure:
-    text = f"the function did not answer within its time limit of {timeout_ms} ms; its instance was replaced"
+    text = f"the function did not answer within its time limit of {duration(timeout_ms)}; its instance was replaced"
     return Failure(code="timed_out", status=504, text=text)
 
 
 def gave_up(timeout_ms: int) -> Failure:
-    text = f"the function did not answer within its time limit of {timeout_ms} ms; it was given up"
+    text = f"the function did not answer within its time limit of {duration(timeout_ms)}; it was given up"
     return Failure(code="timed_out", status=504, text=text)
 
 
 def no_token(timeout_ms: int) -> Failure:
-    text = f"no token of the answer came within the model's time limit of {timeout_ms} ms; it was given up"
+    text = f"no token of the answer came within the model's time limit of {duration(timeout_ms)}; it was given up"
     return Failure(code="timed_out", status=504, text=text)
 
 
@@ -127,8 +128,9 @@ def load_failed(text: str) -> Failure:
 
 
 def model_too_large(nbytes: int, gpu_nbytes: int) -> Failure:
+    has, gpu_has = sizes(nbytes, gpu_nbytes)
     text = (
-        f"the model has {nbytes:,} bytes and a GPU of this node {gpu_nbytes:,}; use a GPU with more memory "
+        f"the model has {has} and a GPU of this node {gpu_has}; use a GPU with more memory "
         "([gpu] memory for emulated ones) or a smaller model"
     )
     return Failure(code="model_too_large", status=507, text=text)
@@ -138,7 +140,7 @@ def load_timed_out(timeout_ms: int, times: int = 1) -> Failure:
     """``times``: after so many times its limit, though it went on."""
     what = "printed or brought nothing to the node" if times == 1 else f"did not end within {times} times, or"
     text = (
-        f"load() {what} for its time limit of {timeout_ms} ms; deploy with a longer --load-timeout, or see "
+        f"load() {what} for its time limit of {duration(timeout_ms)}; deploy with a longer --load-timeout, or see "
         "`dormouse logs` for what it waited for"
     )
     return Failure(code="load_timeout", status=422, text=text)

@@ -4,6 +4,7 @@ attempts. Pure: acts on a RouterState and does no I/O.
 
 from typing import Final, assert_never
 
+from dormouse.core.quantities import duration
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions import timers as t
@@ -277,7 +278,8 @@ def wear(p: RouterState, instance: Instance) -> None:
     function.retry_s = max(function.retry_s, p.now_s + wait_s)
     function.extra_retry_s = max(function.extra_retry_s, p.now_s + wait_s)
     p.at(function.retry_s, t.RetryDue())
-    text = f"requests ended {len(function.worn)} of its instances within a minute; the next one starts in {wait_s:g} s"
+    starts = f"the next one starts in {duration(1000 * wait_s)}"
+    text = f"requests ended {len(function.worn)} of its instances within a minute; {starts}"
     p.out.append(e.LogNote(name, text))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import orjson
 
+from dormouse.core.quantities import size
 from dormouse.router.access.access import Refusal
 from dormouse.router.access.doorkeeper import Pairs
 from dormouse.router.front.bodies import Bodies, Body, NoRoom
@@ -160,7 +161,7 @@ def foreign(kind: str) -> Pairs:
 
 
 def too_large(limit_nbytes: int, why: str = "limits.body") -> HttpError:
-    text = f"the body may have at most {limit_nbytes} bytes ({why}); send less"
+    text = f"the body may have at most {size(limit_nbytes)} ({why}); send less"
     return refuse(413, "body_too_large", text, close=True)
 
 
@@ -173,7 +174,7 @@ def receiving(bodies: Bodies) -> Iterator[Body]:
     except BaseException as error:
         body.close()
         if isinstance(error, NoRoom):
-            nbytes = bodies.budget_nbytes
-            text = f"bodies of requests have taken all of their {nbytes} bytes (limits.bodies); send it again later"
+            most = size(bodies.budget_nbytes)
+            text = f"bodies of requests have taken all of their {most} (limits.bodies); send it again later"
             raise HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True) from None
         raise

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from dormouse.core.quantities import size
 from dormouse.router.front.exchange import error_answer
 from dormouse.router.jobs.book import Job, JobLimits, JobState
 from dormouse.router.jobs.file import Result
@@ -41,7 +42,7 @@ def disk_full(why: str) -> Failure:
 
 
 def too_large(limit_nbytes: int) -> Failure:
-    text = f"the answer has more than {limit_nbytes} bytes (limits.response); have it in parts, without a job"
+    text = f"the answer has more than {size(limit_nbytes)} (limits.response); have it in parts, without a job"
     return Failure(code="bad_response", status=500, text=text)
 
 

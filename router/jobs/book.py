@@ -17,6 +17,7 @@ from enum import Enum
 from itertools import takewhile
 from typing import Final
 
+from dormouse.core.quantities import size
 from dormouse.router.front.bodies import SMALL_NBYTES
 from dormouse.schemas.messages import Failure
 
@@ -155,9 +156,9 @@ class JobBook:
         if jobs > limits.tenant_jobs:
             return [], _full(f"tenant {tenant!r} has {limits.tenant_jobs} jobs already (jobs.tenant_jobs)")
         if nbytes > limits.tenant_nbytes:
-            return [], _full(f"jobs of tenant {tenant!r} may have {limits.tenant_nbytes} bytes (jobs.tenant_store)")
+            return [], _full(f"jobs of tenant {tenant!r} may have {size(limits.tenant_nbytes)} (jobs.tenant_store)")
         if whole > limits.nbytes:
-            return [], _full(f"jobs of this node may have {limits.nbytes} bytes (jobs.store)")
+            return [], _full(f"jobs of this node may have {size(limits.nbytes)} (jobs.store)")
         return forgotten, None
 
     # --- what happens to jobs

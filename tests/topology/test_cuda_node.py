@@ -214,11 +214,11 @@ def test_broken_and_filled_gpus_keep_no_other_from_work(tmp_path: Path, monkeypa
         down = node.status()["node"]["down"]
         assert set(down) == {"gpu0", "gpu1"}
         assert down["gpu0"].startswith(BROKEN)
-        assert down["gpu1"].startswith("no room for a pool: of 268,435,456 bytes of GPU 1 0 are free")
+        assert down["gpu1"].startswith("no room for a pool: of 256 MiB of GPU 1 0 B are free")
         assert set(node.status()["gpus"]) == {"2"}
         node.wait(lambda: node.status()["gpus"]["2"]["trouble"], 60, "the shortage")
         (shortage,) = node.status()["gpus"]["2"]["trouble"]
-        assert shortage.startswith("other processes hold 100,000,000 of 268,435,456 bytes of GPU 2")
+        assert shortage.startswith("other processes hold 95.4 MiB of 256 MiB of GPU 2")
         node.deployed("f1", FUNCTION.format(seed=1))
         torch.testing.assert_close(node.result("f1", 0.5), native(1, 0.5), rtol=1e-4, atol=1e-4)
         after = {finding.name: finding for finding in doctor._troubles(load_config(node.file))}
@@ -278,7 +278,7 @@ def test_a_gpu_that_others_fill_later_is_said(tmp_path: Path, monkeypatch: pytes
         assert "OutOfMemoryError" in str(refused.body), refused
         node.wait(lambda: node.status()["gpus"]["0"]["trouble"], 60, "the trouble")
         assert node.status()["gpus"]["0"]["trouble"] == [
-            "0 bytes are left of the 16,777,216 for activations: another process has taken the rest of this GPU's "
+            "0 B are left of the 16.0 MiB for activations: another process has taken the rest of this GPU's "
             "memory; end it, or set [gpu] memory lower"
         ]
         assert node.result("hungry", 1) == 1 << 20

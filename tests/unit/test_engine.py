@@ -13,6 +13,7 @@ import torch
 from engine_world import ADD, META, MIB, MODEL, AskPeer, LeavePeer, Reply, Violated, World, close, manifest
 
 from dormouse.core.links.fds import close_all
+from dormouse.core.quantities import size
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.copies import HostCopyJob
 from dormouse.gpuserver.device.host.device import HostDevice
@@ -563,7 +564,7 @@ def test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing(small: 
         small.frame(2, 1, wire.CREATE, 50, 6 * MIB - used, wire.SYNC, 8, name="b", metas=META)
         kind, _, name, text, _ = msgpack.unpackb(small.until(Reply).messages[0])
         assert (kind, name) == (wire.FAILED, "OutOfMemoryError")
-        assert f"{6 * MIB - used:,} asked for. So none was evicted." in text
+        assert f"{size(6 * MIB - used)} asked for. So none was evicted." in text
         assert 10 in small.engine.residency.pool
         small.frame(2, 2, wire.CREATE, 51, 4 * MIB - used, wire.SYNC, 8, name="b")
         assert msgpack.unpackb(small.until(Reply).messages[0])[0] == wire.VALUE

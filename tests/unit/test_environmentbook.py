@@ -99,7 +99,7 @@ def test_a_tenant_that_has_its_part_is_refused_and_the_others_are_not() -> None:
     status, code, text = _refusal(book, "c", "shop")
     assert (status, code) == (507, "environments_full")
     assert text == (
-        "the libraries of tenant 'shop' would have at least 41 bytes with those of this deploy, and may have 40 "
+        "the libraries of tenant 'shop' would have at least 41 B with those of this deploy, and may have 40 B "
         "([environments] tenant_store); remove functions, or require less"
     )
     assert book.builds == {}, "nothing waits for a turn that nobody awaits"
@@ -115,7 +115,7 @@ def test_one_that_is_shared_counts_for_each_who_has_it() -> None:
     book.kept({"shared": {"shop"}, "own": {"bank"}})
     status, code, text = _refusal(book, "shared", "bank")
     assert (status, code) == (507, "environments_full")
-    assert "would have at least 50 bytes with those of this deploy, and may have 40 " in text
+    assert "would have at least 50 B with those of this deploy, and may have 40 B " in text
     book.kept({"shared": {"shop"}})
     claim = book.claim("shared", "bank", VERSIONS)
     assert book.tenant_full("bank") is None
@@ -134,7 +134,7 @@ def test_what_was_built_may_be_too_much_for_one_that_waited_for_it_and_not_for_a
     assert (shop.key, bank.key) == ("k", "k")
     assert book.tenant_full("shop") is None
     assert (failure := book.tenant_full("bank")) is not None
-    assert "would have at least 50 bytes with those of this deploy, and may have 40 " in failure.failure.text
+    assert "would have at least 50 B with those of this deploy, and may have 40 B " in failure.failure.text
 
 
 def test_all_together_are_bounded() -> None:
@@ -144,7 +144,7 @@ def test_all_together_are_bounded() -> None:
     failure = book.store_full(11)
     assert failure is not None
     assert (failure.failure.status, failure.failure.code) == (507, "environments_full")
-    assert "100 bytes ([environments] store)" in failure.failure.text
+    assert "100 B ([environments] store)" in failure.failure.text
 
 
 def test_ways_to_ask_are_remembered_in_bounds() -> None:

@@ -141,11 +141,11 @@ def test_each_tenant_has_limits_and_so_has_the_node() -> None:
     assert _refused(book, "a", 1) == "tenant 'a' has 4 jobs already (jobs.tenant_jobs)"
     book.forget(book.jobs["0"])
     assert _refused(book, "a", 35) == ""
-    assert _refused(book, "a", 36) == "jobs of tenant 'a' may have 50 bytes (jobs.tenant_store)"
+    assert _refused(book, "a", 36) == "jobs of tenant 'a' may have 50 B (jobs.tenant_store)"
     book.add(_job("b", tenant="b", nbytes=50))
     book.check()
     assert _refused(book, "c", 15) == ""
-    assert _refused(book, "c", 16) == "jobs of this node may have 80 bytes (jobs.store)"
+    assert _refused(book, "c", 16) == "jobs of this node may have 80 B (jobs.store)"
 
 
 def test_what_has_ended_makes_room_for_what_comes_the_oldest_first_and_of_the_same_tenant() -> None:
@@ -155,7 +155,7 @@ def test_what_has_ended_makes_room_for_what_comes_the_oldest_first_and_of_the_sa
     assert [job.id for job in book.room("a", 5)[0]] == ["2"]
     assert [job.id for job in book.room("a", 40)[0]] == ["2", "1"]
     assert book.room("b", 5) == ([], None), "there is room for that"
-    assert _refused(book, "a", 41) == "jobs of tenant 'a' may have 50 bytes (jobs.tenant_store)"
+    assert _refused(book, "a", 41) == "jobs of tenant 'a' may have 50 B (jobs.tenant_store)"
     assert [job.id for job in book.room_for_answer(book.jobs["0"], 25)[0]] == []
     assert [job.id for job in book.room_for_answer(book.jobs["0"], 26)[0]] == ["2"]
 

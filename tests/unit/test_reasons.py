@@ -253,7 +253,7 @@ def test_rationed() -> None:
     rationing = node.core._granting._rationing
     assert any(isinstance(action, ev.WakeOn) for action in node.ask("c", 4.0))
     assert node.ask("d", 4.0) == []
-    text = "links are too slow for all models: those that need most, as its 1 GB, wait"
+    text = "links are too slow for all models: those that need most, as its 954 MiB, wait"
     assert node.why(4.0) == [("d", "rationed", text)]
     node.core.check()
     assert node.core.next_deadline_s == rationing.next_s > 4.0

@@ -228,7 +228,7 @@ def test_recording_stops_at_its_limit_and_the_file_is_whole(tmp_path: Path) -> N
     recorder.flush()
     recorder.close()
     assert len(said) == 1
-    assert "record.limit, 2,000 bytes" in said[0]
+    assert "record.limit, 2.0 KiB" in said[0]
     assert not recorder.on
     assert 1_900 < path.stat().st_size <= 2_000
     recording = Recording(str(path))

@@ -33,7 +33,7 @@ def test_a_storage_larger_than_a_slab_gets_a_larger_slab() -> None:
 
 def test_the_budget_is_said_with_numbers_and_a_failed_batch_takes_nothing() -> None:
     slabs = Slabs(4 * MIB, 8 * MIB)
-    full = r"models use 3,145,728 of 4,194,304; remove functions, or raise limits\.host"
+    full = r"models use 3\.0 MiB of 4\.0 MiB; remove functions, or raise limits\.host"
     with pytest.raises(HostFull, match=full) as raised:
         slabs.place_all("a", [MIB, MIB, MIB, 2 * MIB])
     assert raised.value.lacking_nbytes == MIB
@@ -95,7 +95,7 @@ def test_pinnable_slabs_fill_every_hole_before_they_are_full() -> None:
     more = [slabs.place("late", MIB) for _ in range(8)]  # rather in another's slab than nowhere
     assert sorted(span.slab for span in more) == list(range(8))
     for nbytes in (512, 2 * MIB):
-        with pytest.raises(HostFull, match=r"models use 33,554,432 of 33,554,432, slabs 33,554,432;") as raised:
+        with pytest.raises(HostFull, match=r"models use 32\.0 MiB of 32\.0 MiB, slabs 32\.0 MiB;") as raised:
             slabs.place("later", nbytes)
         assert raised.value.lacking_nbytes == nbytes
     slabs.free(more[0])

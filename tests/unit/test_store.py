@@ -306,7 +306,7 @@ def test_what_is_pinned_stays_and_a_full_host_says_so(make_kit: MakeKit) -> None
         two = await kit.instance("b", "g")
         failed = await two.upload(1, b"", total=7 * MIB)
         assert isinstance(failed, m.StoreFailed)
-        assert "models use 10,485,760 of 16,777,216" in failed.text
+        assert "models use 10.0 MiB of 16.0 MiB" in failed.text
         assert "raise limits.host" in failed.text
         assert "limits.disk" in failed.text
         assert await two.upload(2, noise(MIB)) == m.Uploaded()

@@ -119,7 +119,7 @@ def test_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
 def test_budgets_are_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SegmentFiles(tmp_path, 1000)
     assert files.refusal(400, 600) is None
-    assert "use 500 of 1,000 bytes" in (files.refusal(500, 501) or "")
+    assert "use 500 B of 1.0 KiB" in (files.refusal(500, 501) or "")
     files = SegmentFiles(tmp_path, None)
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
@@ -429,7 +429,7 @@ def test_a_removed_function_makes_room_on_the_disk(make_kit: MakeKit) -> None:
         await one.load({1: os.urandom(6 * MIB)})
         await kit.status(lambda status: status.file_nbytes == 6 * MIB)
         await (await kit.instance("b", "g")).load({1: os.urandom(5 * MIB)})
-        await kit.status(lambda status: "5,242,880" not in status.trouble and "use 6,291,456" in status.trouble)
+        await kit.status(lambda status: "use 6.0 MiB of 8.0 MiB" in status.trouble)
         await kit.forget(one)
         kit.controller.send(m.Keep(functions=[("g", 1)]))
         await kit.status(lambda status: status.file_nbytes == 5 * MIB and not status.trouble)

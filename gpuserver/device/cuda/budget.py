@@ -5,6 +5,7 @@ Pure: whoever asks has looked how much is free.
 
 from typing import Final, NamedTuple
 
+from dormouse.core.quantities import size, sizes
 from dormouse.gpuserver.device.protocol import DeviceError
 
 HEADROOM_NBYTES: Final = 1 << 30
@@ -50,8 +51,8 @@ def divided(
     planned = (total - activation_nbytes) // unit_nbytes * unit_nbytes
     if planned <= 0:
         raise DeviceError(
-            f"no room for a pool: of {whole_nbytes:,} bytes of GPU {ordinal} {free_nbytes:,} are free, {total:,} may "
-            f"be used, {activation_nbytes:,} of them for activations; end the other processes on it, or set "
+            f"no room for a pool: of {size(whole_nbytes)} of GPU {ordinal} {size(free_nbytes)} are free, {size(total)} "
+            f"may be used, {size(activation_nbytes)} of them for activations; end the other processes on it, or set "
             "[gpu] activations lower"
         )
     return Budget(planned, activation_nbytes, _shortage(ordinal, memory_nbytes, room, free_nbytes, whole_nbytes))
@@ -60,14 +61,14 @@ def divided(
 def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: int, whole_nbytes: int) -> str:
     """What a person should know of what others hold of the GPU; what a context itself takes is less than an eighth."""
     if wanted_nbytes > room_nbytes:
+        wanted, room = sizes(wanted_nbytes, room_nbytes)
         return (
-            f"[gpu] memory asks for {wanted_nbytes:,} bytes of GPU {ordinal}, and {room_nbytes:,} are free for it: the "
-            "node goes on with those"
+            f"[gpu] memory asks for {wanted} of GPU {ordinal}, and {room} are free for it: the node goes on with those"
         )
     if not wanted_nbytes and whole_nbytes - free_nbytes > whole_nbytes // 8:
         return (
-            f"other processes hold {whole_nbytes - free_nbytes:,} of {whole_nbytes:,} bytes of GPU {ordinal}: the node "
-            "goes on with the rest"
+            f"other processes hold {size(whole_nbytes - free_nbytes)} of {size(whole_nbytes)} of GPU {ordinal}: the "
+            "node goes on with the rest"
         )
     return ""
 
@@ -77,6 +78,6 @@ def crowding(left_nbytes: int, activation_nbytes: int) -> str:
     if left_nbytes >= activation_nbytes * 15 // 16:
         return ""
     return (
-        f"{left_nbytes:,} bytes are left of the {activation_nbytes:,} for activations: another process has taken the "
+        f"{size(left_nbytes)} are left of the {size(activation_nbytes)} for activations: another process has taken the "
         "rest of this GPU's memory; end it, or set [gpu] memory lower"
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final, NamedTuple
 
+from dormouse.core.quantities import size
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
@@ -177,7 +178,7 @@ class Pinner:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "none" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
             self._on_trouble(
-                f"{min(slab.nbytes, PIECE_NBYTES) >> 20} MiB of host memory cannot be pinned, so copies are slower: "
+                f"{size(min(slab.nbytes, PIECE_NBYTES))} of host memory cannot be pinned, so copies are slower: "
                 f"{error}; the limit of locked memory is {limit} (ulimit -l, LimitMEMLOCK=), and containers may have "
                 "their own"
             )
@@ -236,7 +237,7 @@ class Staging:
                     self._address = driver.allocate_pinned(STAGES * self._nbytes)
                 except driver.DriverRefused as error:
                     nbytes = STAGES * self._nbytes
-                    raise DeviceError(f"not even {nbytes >> 20} MiB of pinned memory for copies: {error}") from error
+                    raise DeviceError(f"not even {size(nbytes)} of pinned memory for copies: {error}") from error
 
     def _take(self) -> int:
         slot = self._next % STAGES

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Final
 
 from dormouse.core.memory.pools.protocol import Mapping, Pool
+from dormouse.core.quantities import size
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.peers import export_allocation, export_granules
 from dormouse.gpuserver.device.cuda.streams import CudaContext
@@ -51,7 +52,7 @@ class CudaBlock:
         try:
             self.base = driver.allocate(nbytes)
         except driver.DriverRefused as error:
-            raise DeviceError(f"cannot reserve a pool of {nbytes} bytes: {error}; {_memory()}") from error
+            raise DeviceError(f"cannot reserve a pool of {size(nbytes)}: {error}; {_memory()}") from error
         self.nbytes = self.span_nbytes = nbytes
 
     def covers(self, offset: int, nbytes: int) -> bool:
@@ -103,16 +104,16 @@ class CudaGranules:
         self._handles: list[int] = []
         self._mapped: dict[int, Mapping] = {}  # by offset
         try:
-            for size, count in self.classes:
+            for granule_nbytes, count in self.classes:
                 for _ in range(count):
-                    self._handles.append(virtual.create_granule(size, self._device))
+                    self._handles.append(virtual.create_granule(granule_nbytes, self._device))
             self.base = virtual.reserve_addresses(self.span_nbytes)
         except driver.DriverRefused as error:
             made = len(self._handles)
             for handle in self._handles:
                 virtual.release_granule(handle)
             raise DeviceError(
-                f"cannot reserve a pool of {self.nbytes} bytes: {error} after {made} granules; {_memory()}"
+                f"cannot reserve a pool of {size(self.nbytes)}: {error} after {made} granules; {_memory()}"
             ) from error
 
     def covers(self, offset: int, nbytes: int) -> bool:
@@ -235,7 +236,7 @@ def contiguous(mappings: Sequence[Mapping]) -> list[tuple[int, int]]:
 
 def _memory() -> str:
     free, total = driver.memory_info()
-    return f"{free} of {total} bytes of the GPU are free"
+    return f"{size(free)} of {size(total)} of the GPU are free"
 
 
 def _allow_descriptors(count: int) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 from blake3 import blake3
 
+from dormouse.core.quantities import size
 from dormouse.gpuserver.store.memory.fingerprint import FINGERPRINT_NBYTES
 from dormouse.schemas.errors import ConfigError
 
@@ -62,15 +63,15 @@ class SegmentFiles:
         if self.budget_nbytes is not None:
             if used_nbytes + nbytes > self.budget_nbytes:
                 return (
-                    f"segment files use {used_nbytes:,} of {self.budget_nbytes:,} bytes: some models are kept in memory"
-                    " only and a restart will not find them; raise limits.disk or remove functions"
+                    f"segment files use {size(used_nbytes)} of {size(self.budget_nbytes)}: some models are kept in "
+                    "memory only and a restart will not find them; raise limits.disk or remove functions"
                 )
             return None
         disk = os.statvfs(self._directory)
         free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         if free - nbytes < total // 10:
             return (
-                f"the disk of {self._directory} has {free:,} of {total:,} bytes free and a tenth stays free: some "
+                f"the disk of {self._directory} has {size(free)} of {size(total)} free and a tenth stays free: some "
                 "models are kept in memory only and a restart will not find them; free space, or set limits.disk"
             )
         return None

@@ -6,6 +6,7 @@ What will be in the next version is drafts.py's decision.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from dormouse.core.quantities import size, sizes
 from dormouse.gpuserver.store.ingest.drafts import Draft, Piece
 from dormouse.gpuserver.store.memory.segments import Segment, Segments
 from dormouse.schemas.errors import DormouseError
@@ -146,7 +147,9 @@ class StoredModel:
                 f"the model has {count:,} storages; at most {MAX_STORAGES:,} are kept: merge small tensors"
             )
         if self._baseline is not None and nbytes > self._baseline + self._quota_nbytes:
+            grown, had = sizes(nbytes, self._baseline)
             raise ModelError(
-                f"the persistent tensors would grow to {nbytes:,} bytes; after load() they had {self._baseline:,} and "
-                f"may grow by {self._quota_nbytes:,}: keep less on the GPU between requests, or deploy a larger quota"
+                f"the persistent tensors would grow to {grown}; after load() they had {had} and "
+                f"may grow by {size(self._quota_nbytes)}: keep less on the GPU between requests, or deploy a larger "
+                "quota"
             )

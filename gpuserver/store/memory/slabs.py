@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dormouse.core.freelist import ALIGNMENT, FreeList, aligned
+from dormouse.core.quantities import size
 
 SLAB_NBYTES: Final = 256 << 20
 """Smallest slab. Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into
@@ -179,10 +180,10 @@ class Slabs:
         return None
 
     def _full(self, nbytes: int, lacking_nbytes: int) -> HostFull:
-        pinned = f", slabs {self.capacity_nbytes:,}" if self.pinnable else ""
+        pinned = f", slabs {size(self.capacity_nbytes)}" if self.pinnable else ""
         return HostFull(
-            f"no host memory for {nbytes:,} bytes: models use {self.used_nbytes:,} of {self.budget_nbytes:,}{pinned}; "
-            "remove functions, or raise limits.host in the node's configuration",
+            f"no host memory for {size(nbytes)}: models use {size(self.used_nbytes)} of {size(self.budget_nbytes)}"
+            f"{pinned}; remove functions, or raise limits.host in the node's configuration",
             lacking_nbytes,
         )
 

@@ -13,6 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeVar, TypeVarTuple
 
+from dormouse.core.quantities import size
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.memory.fingerprint import fingerprint
 from dormouse.gpuserver.store.memory.notifier import Notifier
@@ -147,10 +148,10 @@ class StoreMemory:
 
     def _full(self, nbytes: int) -> str:
         return (
-            f"no host memory for {nbytes:,} bytes: models use {self.slabs.held_nbytes:,} of "
-            f"{self.slabs.budget_nbytes:,} and nothing more can be moved to files, which have "
-            f"{self._segments.filed_nbytes:,}; remove functions, or raise limits.host (and limits.disk, if the files "
-            "have no room) in the node's configuration"
+            f"no host memory for {size(nbytes)}: models use {size(self.slabs.held_nbytes)} of "
+            f"{size(self.slabs.budget_nbytes)} and nothing more can be moved to files, which have "
+            f"{size(self._segments.filed_nbytes)}; remove functions, or raise limits.host (and limits.disk, if the "
+            "files have no room) in the node's configuration"
         )
 
     def _follow(self) -> None:
