@@ -1,8 +1,9 @@
 """The way back from a migration under a node that runs: copies of what it changes, in STATE/before, until the newer
 version serves. Owns that directory.
 
-It is there whole or not at all. While it is there, no newer node has said that it serves: whoever finds it puts all
-back as it was, and may be interrupted in that. What the newer node has written meanwhile into those files is given up.
+It is there whole or not at all. While it is there, the older node has not heard that the newer one serves, and may have
+to go on: whoever finds it puts all back as it was, and may be interrupted in that. What the newer node has written
+meanwhile into those files is given up.
 """
 
 import shutil

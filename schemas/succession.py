@@ -56,7 +56,8 @@ SaidToAsker = Going | Replaced | NotReplaced
 class Estate(SuccessionPacket, frozen=True, kw_only=True, tag="estate"):
     """The first packet. With it come, in this order: the listening socket, the run directory and the state directory,
     both locked, and the ends at which connections and models arrive. ``epochs``: of each role's next process.
-    ``goes_back``: whether it undoes a migration of the state directory, should it have to go on (core/wayback.py).
+    ``goes_back``: whether it undoes a migration of the state directory, should it have to go on (core/wayback.py);
+    ``drops``: and drops the way back itself, once it has heard that its successor serves.
     """
 
     run: str
@@ -64,6 +65,7 @@ class Estate(SuccessionPacket, frozen=True, kw_only=True, tag="estate"):
     epochs: dict[str, int]
     generation: int
     goes_back: bool = False
+    drops: bool = False
     format: int = FORMAT
 
 

@@ -51,6 +51,10 @@ class Node(Protocol):
 
     def estate(self) -> tuple[s.Estate, list[int]]: ...
 
+    def drop_way_back(self) -> None:
+        """Raises OSError."""
+        ...
+
     def serve_on(self, anew: bool) -> None: ...
 
     def retire(self, heir_pid: int) -> None: ...
@@ -107,7 +111,8 @@ class HeirProcess:
 
     def kill(self) -> None:
         if self._pidfd >= 0:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def said_last(self, status: int) -> str:
         """Why it has ended."""
@@ -131,7 +136,7 @@ class HeirProcess:
         close_all(fds)
         if isinstance(message, s.HeirFailed):
             self._failure = message.text
-        else:
+        elif self._process.poll() is None:  # else its end is what counts, whatever it has said before
             self._on_message(message)
 
     def _ended(self) -> None:
@@ -139,9 +144,8 @@ class HeirProcess:
         with suppress(PeerLost, RemoteProtocolError, BlockingIOError):
             while (packet := self._packets.recv()) is not None:  # its last word
                 self._heard(*packet)
-        if self._pidfd >= 0:  # else it was that it serves, and whatever it meets now is no business of the old node
-            self._close()
-            self._on_end(status)
+        self._close()
+        self._on_end(status)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -255,6 +259,13 @@ class Heirs:
                 assert self._heir is not None
                 self._deafen()  # its own is there from now on
                 self._heir.say(s.Yours())
+            case e.DropWayBack():
+                try:
+                    self._node.drop_way_back()
+                except OSError as error:
+                    self.handle(e.WayBackStays(f"the way back from a migration cannot be dropped ({error})"))
+                else:
+                    self.handle(e.WayBackDropped())
             case e.RetireSelf():
                 assert self._heir is not None
                 self._set_timer(None)

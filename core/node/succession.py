@@ -6,7 +6,8 @@ The successor is a supervisor of its own, with processes that have imported all 
                     old serves                  requests end            old ends              new starts
 
 At any time before DONE the successor may end, or take too long: then it is killed if need be, the old node goes on,
-and who asked is told why. What the old node has ended by then it starts anew.
+and who asked is told why. What the old node has ended by then it starts anew. So the way back is the old node's: it is
+there until the old node has heard that the successor serves, and DONE is when that has dropped it.
 """
 
 from dataclasses import dataclass
@@ -60,6 +61,18 @@ class HeirUp:
 
 
 @dataclass(frozen=True, slots=True)
+class WayBackDropped:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class WayBackStays:
+    """The disk does not let it be dropped: a node that served with it would lose at its next start what it has done."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class HeirEnded:
     """The successor's process; ``text`` says why."""
 
@@ -78,7 +91,18 @@ class Overdue:
     """The time that the last Within gave is over."""
 
 
-SuccessionEvent = SuccessionAsked | HeirImported | RouterLeft | Stopped | HeirUp | HeirEnded | ChildLost | Overdue
+SuccessionEvent = (
+    SuccessionAsked
+    | HeirImported
+    | RouterLeft
+    | Stopped
+    | HeirUp
+    | WayBackDropped
+    | WayBackStays
+    | HeirEnded
+    | ChildLost
+    | Overdue
+)
 
 
 # --- what is to be done
@@ -102,6 +126,11 @@ class StopChildren:
 @dataclass(frozen=True, slots=True)
 class GiveAll:
     """The successor owns the node now."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropWayBack:
+    """WayBackDropped comes of it, or WayBackStays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +158,9 @@ class Within:
     seconds: float
 
 
-SuccessionEffect = StartHeir | HaveRouterLeave | StopChildren | GiveAll | RetireSelf | KillHeir | ServeOn | Within
+SuccessionEffect = (
+    StartHeir | HaveRouterLeave | StopChildren | GiveAll | DropWayBack | RetireSelf | KillHeir | ServeOn | Within
+)
 
 
 class Succession:
@@ -155,8 +186,12 @@ class Succession:
                 self.stage = Stage.STARTING
                 return [GiveAll(), Within(START_S)]
             case HeirUp() if self.stage is Stage.STARTING and not self._why:
+                return [DropWayBack()]
+            case WayBackDropped() if self.stage is Stage.STARTING and not self._why:
                 self.stage = Stage.DONE
                 return [RetireSelf()]
+            case WayBackStays(text=text) if self.stage is Stage.STARTING:
+                return self._give_up(text)
             case HeirEnded(text=text) if self.stage not in (Stage.IDLE, Stage.DONE):
                 anew = self.stage is not Stage.IMPORTING
                 self.stage = Stage.IDLE

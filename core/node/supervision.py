@@ -135,6 +135,11 @@ class Supervisor:
         if predecessor is not None and not predecessor.owned:
             self._fail("the node that was to be replaced has ended, or does not go over")
         elif self._deaths.was_ready:
+            try:
+                wayback.drop(self.state)  # if the old node was killed before it did
+            except OSError as error:
+                self._fail(f"the way back from a migration cannot be dropped ({error}); free space on its disk")
+                return
             self._tell_peers()  # a service manager listens to its main process alone, which is this one now
         else:
             self._say_who()
@@ -172,8 +177,12 @@ class Supervisor:
             epochs=epochs,
             generation=self.config.start.generation,
             goes_back=True,
+            drops=True,
         )
         return estate, [self.listening.fileno(), self.directory.fd, self.state_fd, *ends]
+
+    def drop_way_back(self) -> None:
+        wayback.drop(self.state)
 
     def serve_on(self, anew: bool) -> None:
         if not anew or self._phase is NodePhase.ENDS:
@@ -251,7 +260,8 @@ class Supervisor:
             temporary.rename(self.paths.trusted / "ready")
             if not self._deaths.was_ready:
                 self._say_who()  # before the old node hears of it, who ends that ends both
-                wayback.drop(self.state)
+                if self._predecessor is None or not self._predecessor.estate.drops:
+                    wayback.drop(self.state)
         except OSError as error:
             text = f"what the node says of itself cannot be written ({error}); free space on that disk"
             if not self._deaths.was_ready:

@@ -292,6 +292,62 @@ def test_a_new_node_that_cannot_say_that_it_is_ready_leaves_the_old_one_its_dire
         assert json.loads(file.read_text())["version"] == 1
 
 
+KILLED = """
+import os, signal, sys, time
+if "--succeed" in sys.orig_argv:
+    from dormouse.core.node import predecessor, procfs
+
+    say, old = predecessor.Predecessor.say, os.getppid()
+
+    def killed(self, message):
+        if type(message).__name__ == "HeirServes":
+            if %r:  # it has said so, and the old node hears of it when it is gone
+                heir = os.getpid()
+                os.kill(old, signal.SIGSTOP)
+                while procfs.state(old) != "T":
+                    time.sleep(0.01)
+                say(self, message)
+                if os.fork() == 0:
+                    while os.getppid() == heir:
+                        time.sleep(0.01)
+                    os.kill(old, signal.SIGCONT)
+                    os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(self, message)
+
+    predecessor.Predecessor.say = killed
+"""
+
+
+@pytest.mark.parametrize("said", [False, True], ids=["before it says that it serves", "before that is heard"])
+def test_a_new_node_that_is_killed_when_it_serves_leaves_the_old_one(
+    said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has migrated the state directory, of which the old one makes nothing."""
+    with running_node(CONFIG) as node:
+        node.deployed("f", FUNCTION)
+        assert node.process is not None
+        old, file = node.process, node.state / "version"
+        file.write_text(OLD)
+        (tmp_path / "sitecustomize.py").write_text(KILLED % said)
+        python = tmp_path / "python"
+        path = f"{tmp_path}${{PYTHONPATH:+:$PYTHONPATH}}"
+        python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(python))
+            with pytest.raises(ProcessFailed):  # or who asks sees that the old one is stopped
+                ask(node, lambda _: None)
+        node.wait(lambda: "migration_undone" in node.logs(1 << 20), 120, "the old node to go on")
+        node.wait(lambda: answers(node), 120, "answers")
+        assert node.process is old
+        assert old.poll() is None
+        assert (file.read_text(), (node.state / "before").exists()) == (OLD, False)
+        node.replace()
+        assert answers(node)
+        assert (json.loads(file.read_text())["version"], (node.state / "before").exists()) == (1, False)
+
+
 def test_a_machine_that_ends_before_the_new_node_serves_starts_with_what_was_there() -> None:
     """As it is then: migrated, with a way back."""
     with running_node(CONFIG) as node:

@@ -13,13 +13,14 @@ WAY: list[e.SuccessionEvent] = [
     e.RouterLeft(),
     e.Stopped(),
     e.HeirUp(),
+    e.WayBackDropped(),
 ]
 STAGES = [Stage.IDLE, Stage.IMPORTING, Stage.LEAVING, Stage.STOPPING, Stage.STARTING, Stage.DONE]
 
 
 def at(stage: Stage) -> Succession:
     found = Succession()
-    for event in WAY[: STAGES.index(stage)]:
+    for event in WAY if stage is Stage.DONE else WAY[: STAGES.index(stage)]:
         found.handle(event)
     assert found.stage is stage
     return found
@@ -32,6 +33,7 @@ def test_the_way() -> None:
         [e.HaveRouterLeave(7.0), e.Within(7.0 + e.ROUTER_S)],
         [e.StopChildren(), e.Within(e.STOP_S)],
         [e.GiveAll(), e.Within(e.START_S)],
+        [e.DropWayBack()],
         [e.RetireSelf()],
     ]
 
@@ -54,6 +56,20 @@ def test_one_that_takes_too_long_is_killed_and_says_so(stage: Stage) -> None:
     assert goes_on == e.ServeOn(stage is not Stage.IMPORTING, f"it took too long ({stage.value})")
 
 
+def test_a_successor_that_ends_while_there_is_a_way_back_is_not_left_the_node() -> None:
+    succession = at(Stage.STARTING)
+    assert succession.handle(e.HeirUp()) == [e.DropWayBack()]
+    assert succession.handle(e.HeirEnded("status -9")) == [e.ServeOn(True, "status -9")]
+
+
+def test_a_way_back_that_cannot_be_dropped_is_gone() -> None:
+    succession = at(Stage.STARTING)
+    succession.handle(e.HeirUp())
+    assert succession.handle(e.WayBackStays("why")) == [e.KillHeir()]
+    assert succession.handle(e.HeirUp()) == []
+    assert succession.handle(e.HeirEnded("status -9")) == [e.ServeOn(True, "why")]
+
+
 def test_requests_that_take_too_long_are_left_behind() -> None:
     succession = at(Stage.LEAVING)
     assert succession.handle(e.Overdue()) == [e.StopChildren(), e.Within(e.STOP_S)]
@@ -70,7 +86,7 @@ def test_a_node_that_loses_a_process_meanwhile_stays(stage: Stage) -> None:
     assert goes_on.text == "store died meanwhile, and the node starts anew; try again"
 
 
-EVENTS = st.sampled_from([*WAY, e.HeirEnded("x"), e.ChildLost("store"), e.Overdue()])
+EVENTS = st.sampled_from([*WAY, e.WayBackStays("x"), e.HeirEnded("x"), e.ChildLost("store"), e.Overdue()])
 
 
 @given(st.lists(EVENTS, max_size=40))
@@ -89,10 +105,13 @@ def test_there_is_always_exactly_one_node(events: list[e.SuccessionEvent]) -> No
                     assert isinstance(event, e.Stopped)
                     assert (heirs, given_away) == (1, False)
                     given_away = True
+                case e.DropWayBack():
+                    assert given_away
                 case e.ServeOn(anew=anew):
                     assert heirs == 1
                     assert anew or not given_away
                     heirs, given_away = 0, False
                 case e.RetireSelf():
                     assert given_away
+                    assert isinstance(event, e.WayBackDropped)
         assert (succession.stage is Stage.IDLE) == (heirs == 0)
