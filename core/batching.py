@@ -170,7 +170,8 @@ class RequestBatches:
     Who waits for the next one waits for min(gap, longest_s), and saves time only if the gap was the shorter one. So the
     recent means of these two are what is learned of arrivals. A pause is then one gap in which nobody has come, however
     long it was: with the mean of gaps themselves, or a rate that decays, an hour without requests would say that nobody
-    comes, when sixteen clients come back at once.
+    comes, when sixteen clients come back at once. Gaps are those of each instance: who comes to another one is in no
+    batch of this.
     """
 
     def __init__(self, most: int, longest_s: float, deadline_s: float) -> None:
@@ -178,20 +179,22 @@ class RequestBatches:
         self.times = BatchTimes()
         self._waited_s = 0.0  # recent mean of gaps between arrivals, each as longest_s at most
         self._came = 0.0  # recent share of those that were shorter
-        self._last_s: float | None = None  # the last arrival
 
     def follow(self, most: int, longest_s: float, deadline_s: float) -> None:
         """These from now on."""
         self.most, self.longest_s, self.deadline_s = most, longest_s, deadline_s
 
-    def came(self, at_s: float) -> None:
-        """A request; it may be heard of later."""
-        last_s = at_s if self._last_s is None else self._last_s
-        if self._last_s is not None and self.longest_s > 0.0:
+    def came(self, at_s: float, last_s: float | None) -> float:
+        """A request in one instance, to which the last one came then, if one did; it may be heard of later. When the
+        last one has come there now.
+        """
+        if last_s is None:
+            return at_s
+        if self.longest_s > 0.0:
             gap_s = at_s - last_s
             self._waited_s += LEARNS * (min(max(0.0, gap_s), self.longest_s) - self._waited_s)
             self._came += LEARNS * ((gap_s < self.longest_s) - self._came)
-        self._last_s = max(last_s, at_s)
+        return max(last_s, at_s)
 
     def size(self, left_s: Sequence[float]) -> int:
         """How many of these requests, the first ones, are to be the next batch: as many as leave most of all of them in

@@ -97,5 +97,5 @@ def heard(model: Model, requests: Sequence[tuple[int, float]], now_s: float) -> 
     for number, due_s in requests:
         if number > model.told:
             model.told = number
-            function.batches.came(min(now_s, due_s - function.deadline_s))
+            model.came_s = function.batches.came(min(now_s, due_s - function.deadline_s), model.came_s)
             function.arrived(now_s)

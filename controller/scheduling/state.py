@@ -95,6 +95,7 @@ class Model:
     """
 
     __slots__ = (
+        "came_s",
         "function",
         "held_for",
         "instance",
@@ -123,6 +124,7 @@ class Model:
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
         self.told = 0  # the highest number of a request that was told to wait in the instance for a batch
+        self.came_s: float | None = None  # when the last of those came
         self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
 
     def elsewhere(self, gpu: int) -> bool:

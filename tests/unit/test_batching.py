@@ -91,9 +91,14 @@ def batches(longest_s: float = 0.05, deadline_s: float = 1.0, gap_s: float = 0.0
     rule = RequestBatches(8, longest_s, deadline_s)
     for name, seconds in times.items():
         rule.times.took(int(name[1:]), seconds)
-    for number in range(1, 20):
-        rule.came(number * gap_s)
+    came(rule, *(number * gap_s for number in range(1, 20)))
     return rule
+
+
+def came(rule: RequestBatches, *at_s: float, last_s: float | None = None) -> None:
+    """To one instance."""
+    for each in at_s:
+        last_s = rule.came(each, last_s)
 
 
 def test_times_of_batches_are_learned() -> None:
@@ -124,9 +129,9 @@ def test_a_pause_is_one_gap_however_long_it_was() -> None:
     for pause_s in (0.1, 3600.0):
         rule = batches(b1=0.02, b2=0.025)
         assert rule.wait_s(1, 0.0) == 0.05
-        rule.came(1.0 + pause_s)
+        came(rule, 1.0 + pause_s, last_s=1.0)
         assert rule.wait_s(1, 0.0) == 0.05, "15 ms are saved by four of five, and 11 ms are waited"
-        rule.came(2.0 + 2 * pause_s)
+        came(rule, 2.0 + 2 * pause_s, last_s=1.0 + pause_s)
         assert rule.wait_s(1, 0.0) == 0.0, "by three of five, and 19 ms"
 
 
@@ -137,12 +142,22 @@ def test_gaps_beyond_the_wait_save_nothing() -> None:
 
 
 def test_who_is_heard_of_late_has_come_before() -> None:
-    """Another instance has told of a later one meanwhile."""
     rule = batches(b1=0.03, b8=0.03)
+    last_s = 0.02
     for number in range(1, 20):
-        rule.came(0.02 + number * 0.04)
-        rule.came(0.02)
+        last_s = rule.came(0.02, rule.came(0.02 + number * 0.04, last_s))
     assert rule.wait_s(1, 0.0) == 0.05
+
+
+def test_who_comes_to_another_instance_is_not_waited_for() -> None:
+    """To each of two in turn, 20 ms from one another: the next one saves 30 ms, and comes to this one in 40."""
+    rule = batches(b1=0.03, b8=0.03)
+    last_s: list[float | None] = [None, None]
+    for number in range(40):
+        last_s[number % 2] = rule.came(number * 0.02, last_s[number % 2])
+    assert rule.wait_s(1, 0.0) == 0.0
+    came(rule, *(1.0 + number * 0.02 for number in range(20)))
+    assert rule.wait_s(1, 0.0) == 0.05, "of one"
 
 
 def test_of_what_waits_the_earliest_is_known() -> None:
