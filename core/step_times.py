@@ -43,8 +43,11 @@ def news(times: StepTimes, told: StepTimes | None) -> bool:
     """Whether these differ from what was told last."""
     if told is None or times.step_tokens != told.step_tokens:
         return True
-    pairs = [(step_s(times, *probe), step_s(told, *probe)) for probe in PROBES]
-    return any(abs(one - other) > NEWS * other for one, other in pairs)
+    for tokens, sequences in PROBES:
+        before_s = step_s(told, tokens, sequences)
+        if abs(step_s(times, tokens, sequences) - before_s) > NEWS * before_s:
+            return True
+    return False
 
 
 class StepTimer:
@@ -76,9 +79,11 @@ class StepTimer:
         for took in took_us:
             one, three = 1.0 / took, sequences / took
             part, parts = PLAIN * one, PLAIN * three
-            a, b, c, d = a * keep + part * one, b * keep, c * keep + part * three, d * keep + part
-            e, f, g, h = e * keep, f * keep, g * keep, h * keep
-            i, j, k, m = i * keep + parts * one, j * keep, k * keep + parts * three, m * keep + parts
+            a, c, d = a * keep + part * one, c * keep + part * three, d * keep + part
+            i, k, m = i * keep + parts * one, k * keep + parts * three, m * keep + parts
+            b, e = b * keep, e * keep
+            f, g = f * keep, g * keep
+            h, j = h * keep, j * keep
         self._sums = [[a, b, c, d], [e, f, g, h], [i, j, k, m]]
 
     @property

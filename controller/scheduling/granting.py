@@ -158,10 +158,10 @@ class Granting:
         """When a lease that has lost bytes with its seat may take the turn of one that computes. Both may have no room
         at a time: then each wake is followed by as long a time without one, or all time would go into copies.
         """
-        if running.due is None or len(gpu.turns) < self._turns.turns or any(turn.rests for turn in gpu.turns):
+        copy_s = 0.0 if running.due is None else self._wake_s(running, now_s)
+        if copy_s <= 0.0 or len(gpu.turns) < self._turns.turns or any(turn.rests for turn in gpu.turns):
             return now_s
-        copy_s = self._wake_s(running, now_s)
-        return max(now_s, gpu.woken_s + copy_s) if copy_s > 0.0 else now_s
+        return max(now_s, gpu.woken_s + copy_s)
 
     def margin_s(self, running: Running, now_s: float) -> float:
         """Of a lease that wants a turn."""

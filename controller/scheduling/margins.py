@@ -36,12 +36,11 @@ def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
         whose = function if lease is None else lease.model.function
         tokens += prompts.tokens
         first = min(first, (now_s - prompts.waited_us / 1e6 + whose.deadline_s, whose.deadline_s))
-    runtime = own.model.runtime  # which may compute for several leases
-    its = (
-        [model for each in gpu.leases.values() if (model := each.model).runtime == runtime] if runtime else [own.model]
-    )
-    tpots = [tpot for model in its if (tpot := model.function.tpot_s)]
-    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, min(tpots) if tpots else UNKNOWN_TPOT_S)
+    runtime, tpot_s = own.model.runtime, function.tpot_s
+    for lease in gpu.leases.values():
+        if (model := lease.model).runtime == runtime != "" and model.function.tpot_s:
+            tpot_s = min(tpot_s, model.function.tpot_s) if tpot_s else model.function.tpot_s
+    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, tpot_s or UNKNOWN_TPOT_S)
 
 
 def turn_s(running: Running) -> float:

@@ -1,7 +1,9 @@
 """The scheduler's picture of functions, models, GPUs and waiting requests; plain data that only it changes. No I/O."""
 
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from dormouse.controller.scheduling.functions import Function, LastPreload
 from dormouse.core.batching import BatchRequests
@@ -76,7 +78,7 @@ class Waiting:
         return self.resumes is None and (self.model.leased or self.model.held_for is not None)
 
 
-class DueSteps(NamedTuple):
+class DueSteps(msgspec.Struct, frozen=True, gc=False):
     """What the runtime of a lease had to compute at ``told_s``: ``tokens`` of prompts, of which one has until
     ``first_s`` and was wanted within ``ttft_s``; and a token of each of ``decoding`` sequences, wanted each ``tpot_s``.
     """

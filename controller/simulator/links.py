@@ -61,15 +61,16 @@ class Links:
         self._share(copy, now_s)
 
     def _share(self, changed: SimulatedCopy, now_s: float) -> None:
-        for copy in dict.fromkeys([copy for link in changed.links for copy in link.copies]):
-            rate = INFINITY
-            for over in copy.links:
-                part = over.bps / len(over.copies)
-                if part < rate:
-                    rate = part
-            if rate == copy.rate:
-                continue
-            copy.left = max(0.0, copy.left - copy.rate * (now_s - copy.at_s))
-            copy.at_s, copy.rate = now_s, rate
-            copy.version += 1
-            self._due(now_s + copy.left / rate, copy, copy.version)
+        for link in changed.links:
+            for copy in link.copies:  # one on several links is met again, and has its rate by then
+                rate = INFINITY
+                for over in copy.links:
+                    part = over.bps / len(over.copies)
+                    if part < rate:
+                        rate = part
+                if rate == copy.rate:
+                    continue
+                copy.left = max(0.0, copy.left - copy.rate * (now_s - copy.at_s))
+                copy.at_s, copy.rate = now_s, rate
+                copy.version += 1
+                self._due(now_s + copy.left / rate, copy, copy.version)

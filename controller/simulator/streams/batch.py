@@ -147,7 +147,9 @@ class StreamBatch:
 
     def plan(self, grow: Grow, now_s: float = 0.0) -> EqualSteps | None:
         """As many steps as are equal but for their contexts; None if nothing can be computed."""
-        self._takes, self._singles = [], [each for each in self._prefilling if each.left == 1]
+        self._takes, self._singles = [], []
+        if self._prefilling:
+            self._singles = [each for each in self._prefilling if each.left == 1]
         while not self._room(0, grow):
             if self._preempt_youngest() is None:
                 return None
@@ -243,11 +245,13 @@ class StreamBatch:
         return ends[0][0] if ends else 1 << 60
 
     def _steps(self, count: int) -> EqualSteps:
-        sequences = len(self._decoding) + len(self._singles)
-        context = self._context + sum([stream.computed + 1 for stream in self._singles])
-        self.prompt_tokens = prompt = sum([tokens for _, tokens in self._takes])
-        self.sequences = sequences
-        return self._cost.steps(count, sequences, context, prompt, len(self._decoding))
+        decoding, context, prompt = len(self._decoding), self._context, 0
+        for stream in self._singles:
+            context += stream.computed + 1
+        for _, tokens in self._takes:
+            prompt += tokens
+        self.prompt_tokens, self.sequences = prompt, decoding + len(self._singles)
+        return self._cost.steps(count, self.sequences, context, prompt, decoding)
 
     def advance(self, steps: int) -> Advanced:
         """So many steps of the plan are done."""
@@ -263,7 +267,8 @@ class StreamBatch:
                 self._stop(stream)
                 self._release(stream, OVER)
                 over.append(stream)
-        for stream, tokens in (*[(single, 1) for single in self._singles], *self._takes):
+        takes = [*[(single, 1) for single in self._singles], *self._takes] if self._singles else self._takes
+        for stream, tokens in takes:
             stream.computed += tokens * steps
             if stream.left:
                 continue

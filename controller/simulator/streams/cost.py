@@ -31,7 +31,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     free_tokens: int = 0
 
     def step_s(self, sequences: int, context: int, prompt: int) -> float:
-        prompt_s = self.per_prompt_s * prompt_tokens(prompt, sequences, self.free_tokens)
+        prompt_s = self.per_prompt_s * prompt_tokens(prompt, sequences, self.free_tokens) if prompt else 0.0
         # added in this order: rotation.py adds the first two once, and comes to the same bits
         return self.fixed_s + self.per_sequence_s * sequences + self.per_context_s * context + prompt_s
 

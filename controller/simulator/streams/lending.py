@@ -6,19 +6,21 @@ A simulated step waits when all but the copies is done. A step that needs memory
 lent: it waits for its own turn.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.memory import KvMemory
-from dormouse.controller.simulator.streams.runtime import SimulatedRuntime, runtime_of
+from dormouse.controller.simulator.streams.runtime import runtime_of
 
 
-def borrower(leases: Iterable[SimulatedLease], memory: KvMemory) -> SimulatedLease | None:
+def borrower(leases: Collection[SimulatedLease], memory: KvMemory) -> SimulatedLease | None:
     """Of those on a GPU where no step is lent, who is to have one."""
-    every = [(lease, runtime) for lease in leases if (runtime := lease.runtime) is not None]
-    if not [lease for lease, runtime in every if lease.open and runtime.stepped]:
+    for lease in leases:
+        if lease.open and (runtime := lease.runtime) is not None and runtime.stepped:
+            break
+    else:
         return None
-    able = [lease for lease, runtime in every if _may_borrow(lease, runtime)]
+    able = [lease for lease in leases if _may_borrow(lease)]
     able.sort(key=lambda lease: seat_of(lease).paused_s or 0.0)
     return next((lease for lease in able if _fits(lease, memory)), None)
 
@@ -28,8 +30,15 @@ def _fits(lease: SimulatedLease, memory: KvMemory) -> bool:
     return not blocks or memory.plenty(lease, blocks)
 
 
-def _may_borrow(lease: SimulatedLease, runtime: SimulatedRuntime) -> bool:
-    seat = lease.seat
-    if seat is None or seat.paused_s is None or seat.computing is not None or not seat.here or runtime.batch.idle:
+def _may_borrow(lease: SimulatedLease) -> bool:
+    runtime, seat = lease.runtime, lease.seat
+    if (
+        runtime is None
+        or seat is None
+        or seat.paused_s is None
+        or seat.computing is not None
+        or not seat.here
+        or runtime.batch.idle
+    ):
         return False
     return not (runtime.fresh or runtime.yielding or runtime.stepped or lease.open or lease.extra_s)

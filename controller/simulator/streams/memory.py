@@ -55,11 +55,12 @@ class KvMemory:
         nbytes = more * runtime.spec.block_nbytes
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
         evict = self.offload != "never" or runtime.batch.blocks + more <= runtime.batch.one_needs
-        free = gpu.residency.pool.free_nbytes - gpu.reserved_nbytes >= nbytes
+        reserved_nbytes = gpu.reserved_nbytes
+        free = gpu.residency.pool.free_nbytes - reserved_nbytes >= nbytes
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
-                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict and not free,
+                owner=KV_OWNER + name, reserve_nbytes=reserved_nbytes, evict=evict and not free,
             )  # fmt: skip
             if grown is not None:
                 break
@@ -68,6 +69,7 @@ class KvMemory:
                 continue
             if gently or not evict or not (gpu.one_ends() or gpu.one_leaves()):
                 return False
+            reserved_nbytes = gpu.reserved_nbytes
         for move in grown[1].moves:
             gpu.residency.arrived(move.segment)
         evicted = list(grown[1].evicted)

@@ -1,6 +1,6 @@
 """A sequence of a simulated runtime, and what becomes of it in steps: plain data. batch.py is what is done with it."""
 
-from typing import NamedTuple
+import msgspec
 
 WAITING, PREFILL, DECODING, OVER = range(4)
 
@@ -43,7 +43,7 @@ class Stream:
         return self.tokens - self.computed
 
 
-class Advanced(NamedTuple):
+class Advanced(msgspec.Struct, frozen=True, gc=False):
     """``first``: streams that have their first token; ``over``: that have their last."""
 
     first: list[Stream]
