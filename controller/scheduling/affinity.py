@@ -68,4 +68,4 @@ def others_s(model: Model, gpu: Gpu) -> float:
         if (name := running.model.runtime) != model.runtime:
             share = shares.get(name, (0.0, 0.0))[0] + running.model.function.busy
             shares[name] = min(1.0, share), _step_s(running.model.function)
-    return sum(share * seconds for share, seconds in shares.values())
+    return sum([share * seconds for share, seconds in shares.values()])

@@ -47,7 +47,7 @@ class Rounds:
         gpu, queue = self._gpus[number], self._queue
         if self.slack is None or self._turns.turns > 1 or queue.shares.on or gpu.leaves:
             return False
-        return all(waiting.resumes is not None for waiting in queue.waiting.values())
+        return None not in [waiting.resumes for waiting in queue.waiting.values()]
 
     @property
     def taken(self) -> bool:

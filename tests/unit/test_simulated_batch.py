@@ -156,7 +156,8 @@ class Many:
                 done = min(done, steps.until(asked[come].at_s - now_s))
             now_s += steps.seconds(done)
             self.learned.learn(batch.prompt_tokens, batch.sequences, steps, done)
-            first, over = batch.advance(done)
+            made = batch.advance(done)
+            first, over = made.first, made.over
             batch.check()
             for stream in first:
                 fates[stream.number].first_s = now_s

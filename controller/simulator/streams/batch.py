@@ -54,6 +54,8 @@ class StreamBatch:
     @property
     def begins(self) -> list[Stream]:
         """Those that have no token yet."""
+        if not self.has_prompts:
+            return []
         return [stream for stream in (*self._prefilling, *self.waiting) if stream.tokens == stream.prompt]
 
     @property

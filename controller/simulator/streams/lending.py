@@ -32,13 +32,8 @@ def _fits(lease: SimulatedLease, memory: KvMemory) -> bool:
 
 def _may_borrow(lease: SimulatedLease) -> bool:
     runtime, seat = lease.runtime, lease.seat
-    if (
-        runtime is None
-        or seat is None
-        or seat.paused_s is None
-        or seat.computing is not None
-        or not seat.here
-        or runtime.batch.idle
-    ):
+    if runtime is None or seat is None or seat.paused_s is None:
+        return False
+    if seat.computing is not None or not seat.here or runtime.batch.idle:
         return False
     return not (runtime.fresh or runtime.yielding or runtime.stepped or lease.open or lease.extra_s)

@@ -168,7 +168,7 @@ class Rotation:
             other.done()
         for other in (*found.values(), *gone):
             _known(other, other is each)
-        others = sorted((other for other in found.values() if other is not each), key=lambda other: other.told_s)
+        others = sorted([other for other in found.values() if other is not each], key=lambda other: other.told_s)
         core.rounds.passed(number, began_s, _passed(each), map(_passed, others), map(_passed, gone))
         return each.lease
 
