@@ -216,6 +216,14 @@ def test_a_step_is_paid_by_tokens_and_kv_by_blocks() -> None:
     (held,) = told.held
     assert (held.kind, held.owners, held.nbyte_ms) == ("kv", ["a", "b"], 2 * UNIT * 2000)
     assert held.parts == [3000, 1000]
+    gpu.meter.stepped("kv of k", 100, {"b": shares["b"]})
+    gpu.now_s = 3.0
+    (later,) = gpu.meter.state(3.0)
+    assert later.held[0].parts == [3, 1001], "a step counts a millisecond of what was there before it, and no more"
+    metering = Metering(Ledger(), lambda _: False)
+    for name, tenant in (("a", "t"), ("b", "u")):
+        metering.instance_up(name, f"f-{name}", tenant)
+    assert [metering.gpu(each, NOW_S) for each in (told, later)] == [{"t": 30, "u": 1}, {"u": 1}]
 
 
 def test_activations_are_of_who_made_them() -> None:
