@@ -36,6 +36,8 @@ def test_the_way() -> None:
         [e.DropWayBack()],
         [e.RetireSelf()],
     ]
+    assert succession.handle(e.HeirEnded("whatever it meets then is its own")) == []
+    assert succession.stage is Stage.DONE
 
 
 @pytest.mark.parametrize("stage", STAGES[1:-1])
