@@ -183,8 +183,13 @@ def node(index: PackageIndex) -> Iterator[TestNode]:
         yield running
 
 
+def _names(node: TestNode) -> set[str]:
+    """Of environments that are kept."""
+    return {path.name for path in (node.state / "environments").iterdir() if (path / "environment.json").exists()}
+
+
 def _kept(node: TestNode) -> int:
-    return sum((path / "environment.json").exists() for path in (node.state / "environments").iterdir())
+    return len(_names(node))
 
 
 def test_two_versions_of_a_library_side_by_side(node: TestNode) -> None:
@@ -205,19 +210,21 @@ def test_what_a_function_cannot_do_to_its_libraries(node: TestNode) -> None:
     message = node.invoke("writes", 0).message
     assert "Permission denied" in message or "Read-only file system" in message
     assert node.remove("writes").status == 200
-    assert _kept(node) == 3
 
 
 def test_the_same_requirements_are_built_once(node: TestNode) -> None:
+    node.deployed("one", FUNCTION, {"requirements.txt": "colours==1.0\n"})
     before = node.log_of("one").count("the node looks")
     node.deployed("one", FUNCTION, {"requirements.txt": "colours==1.0\n"})
-    assert node.log_of("one").count("the node looks") == before == 1
+    assert node.log_of("one").count("the node looks") == before > 0
 
 
 def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNode) -> None:
     """Its function is forked from a zygote that has not, which ends with it."""
     node.deployed("node-s", OF_WARM)
+    before = _names(node)
     node.deployed("own", OF_WARM, requirements="shellingham==99.0\n")
+    (its_own,) = _names(node) - before
     assert (node.result("own", 0), node.result("node-s", 0)) == ("its own", "the node's")
     zygote = node.pids()[PLAIN_ZYGOTE]
     node.kill(PLAIN_ZYGOTE)
@@ -229,7 +236,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
     assert node.remove("own").status == 200
     node.wait(lambda: PLAIN_ZYGOTE not in node.pids(), WAIT_S, "the zygote to be dismissed")
     assert node.status()["node"]["gone"] == []
-    node.wait(lambda: _kept(node) == 3, WAIT_S, "its environment to go")
+    node.wait(lambda: its_own not in _names(node), WAIT_S, "its environment to go")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +261,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
 def test_what_cannot_be_built_is_named_and_the_old_version_goes_on(
     node: TestNode, requirements: str, code: str, says: str
 ) -> None:
+    node.deployed("one", FUNCTION, requirements="colours==1.0")
     answer = node.deploy("one", FUNCTION, requirements=requirements)
     assert answer.code == code, answer
     assert says in answer.message
@@ -422,13 +430,14 @@ def test_two_deploys_of_one_name_at_once(node: TestNode) -> None:
 
 
 def test_a_node_that_starts_again_has_its_environments(node: TestNode) -> None:
+    node.deployed("two", FUNCTION, requirements="colours>=2")
     node.kill_all()
     (node.state / "environments" / ".17" / "built").mkdir(parents=True)
     node.start()
     assert node.result("two", 0) == ["2.0", 3.0]
     node.wait(lambda: not (node.state / "environments" / ".17").exists(), WAIT_S, "what was cut short to go")
-    for name in ("one", "two", "third", "node-s"):
-        assert node.remove(name).status == 200
+    for row in node.admin.functions():
+        assert node.remove(row["name"]).status == 200
     node.wait(lambda: _kept(node) == 0, WAIT_S, "what nobody has to go")
 
 
