@@ -1,7 +1,6 @@
 """What README and docs show runs as it stands: their functions on a real node, their commands as they are written."""
 
 import fnmatch
-import http.client
 import json
 import os
 import re
@@ -18,19 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from guides import GUIDES, ROOT, Reader, blocks, commands
 from PIL import Image
 
 from dormouse.core.node.testing import TestNode, running_node
-
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The fenced code of a page."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    return [text for of, text in found if of == language]
-
 
 HELLO, MOOD = blocks("README.md", "python")
 (SECRET,) = blocks("docs/secrets.md", "python")
@@ -40,6 +30,7 @@ HELLO, MOOD = blocks("README.md", "python")
 (ROWS,) = blocks("docs/batching.md", "python")
 (STEPS,) = blocks("docs/streams.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
+REQUEST = [1, 2, 3, 4.5]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +46,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "function"
 
 
-def dormouse(node: TestNode, folder: Path, *words: str) -> str:
-    """The command, in the folder, as a newcomer writes it."""
-    environment = os.environ | {"DORMOUSE_RUN": str(node.run)}
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"{words}: {done.stderr}"
-    return done.stdout
+@pytest.fixture
+def reader(node: TestNode, folder: Path, tmp_path: Path) -> Reader:
+    return Reader(folder, tmp_path / "shell", node)
 
 
 def on_the_cpu() -> AbstractContextManager[Any]:
@@ -85,37 +72,49 @@ def natively(source: str, folder: Path, request: Any) -> Any:
         os.chdir(before)
 
 
-def test_n9_the_first_function_and_the_commands_beside_it(node: TestNode, folder: Path) -> None:
-    (commands,) = [block for block in blocks("README.md", "") if "deploy hello" in block]
-    (folder / "hello.py").write_text(HELLO)
-    expected = natively(HELLO, folder, {"x": [1, 2, 3, 4.5]})
-    ran = []
-    for line in commands.splitlines():
-        words = shlex.split(line, comments=True)
-        ran.append(" ".join(words[:2]))
-        if words[0] == "curl":
-            _, _, body, url = words
-            connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
-            path = url.removeprefix("http://127.0.0.1:8700")  # all as curl does it, but for the port
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
-            connection.close()
-            assert answer["y"] == pytest.approx(expected["y"])
-        elif words[1] not in ("up", "down"):
-            said = dormouse(node, folder, *words[1:])
-            if words[1] == "invoke":
-                assert json.loads(said)["y"] == pytest.approx(expected["y"])
-    assert ran == [
-        "dormouse up", "dormouse deploy", "dormouse invoke", "curl --json", "dormouse logs", "dormouse status",
-        "dormouse rm", "dormouse down",
+def test_n9_the_first_function_and_the_commands_beside_it(reader: Reader) -> None:
+    """All but the first and the last command, which are of a node of the reader's own."""
+    _, first, _ = blocks("README.md", "sh")
+    up, *between, down = [each for each in commands("README.md") if f"{each}\n" in first]
+    (reader.folder / "hello.py").write_text(HELLO)
+    expected = {"y": pytest.approx(natively(HELLO, reader.folder, {"x": REQUEST})["y"])}
+    said = {" ".join(command.split()[:2]): reader.types(command) for command in between}
+    assert json.loads(said["dormouse invoke"]) == expected
+    assert json.loads(said["curl --json"]) == expected
+    assert list(said) == [
+        "dormouse deploy", "dormouse invoke", "curl --json", "dormouse logs", "dormouse status", "dormouse rm",
     ]  # fmt: skip
+    assert (up.split()[:2], down) == (["dormouse", "up"], "dormouse down")
 
 
-def test_n9_a_model_from_a_folder_beside_the_function(node: TestNode, folder: Path) -> None:
+ALONE = """import fcntl, socket, struct, subprocess, sys
+with socket.socket() as any:  # the loopback of a new network is down
+    fcntl.ioctl(any, 0x8914, struct.pack("16sh14x", b"lo", 0x41))
+for place in ("/run", "/var/lib"):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", place], check=True)
+sys.exit(subprocess.run(sys.argv[1:]).returncode)
+"""
+
+
+def test_the_first_function_from_up_to_down(folder: Path, tmp_path: Path) -> None:
+    """On a node of the reader's own, with its defaults: where no other has its port and its directories."""
+    alone = ["unshare", "--net", "--mount", sys.executable, "-c", ALONE]
+    if os.getuid() != 0 or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("root that may make a network and mounts is wanted")
+    _, first, _ = blocks("README.md", "sh")
+    (folder / "hello.py").write_text(HELLO)
+    reader = Reader(folder, tmp_path / "shell")
+    (tmp_path / "first.sh").write_text(f"set -e\ntrap 'dormouse down >&2 || true' EXIT\n{first}")
+    out = reader.types(f"{shlex.join(alone)} bash {tmp_path}/first.sh")
+    expected = {"y": pytest.approx(natively(HELLO, folder, {"x": REQUEST})["y"])}
+    assert [json.loads(answer) for answer in re.findall(r'{"y":.*?}', out)] == [expected] * 2, out
+
+
+def test_n9_a_model_from_a_folder_beside_the_function(reader: Reader) -> None:
     """Also where its weights are for their owner alone, as `safetensors` writes them."""
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
-    model = folder / "my-model"
+    model = reader.folder / "my-model"
     model.mkdir()
     (model / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "a", "nap"]))
     BertTokenizer(str(model / "vocab.txt")).save_pretrained(model)
@@ -123,81 +122,81 @@ def test_n9_a_model_from_a_folder_beside_the_function(node: TestNode, folder: Pa
     config = BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     BertForSequenceClassification(config).save_pretrained(model)
     (model / "model.safetensors").chmod(0o600)
-    (folder / "mood.py").write_text(MOOD)
+    (reader.folder / "mood.py").write_text(MOOD)
     request = {"text": "what a nap"}
-    dormouse(node, folder, "deploy", "mood", "mood.py")
-    answer = json.loads(dormouse(node, folder, "invoke", "mood", json.dumps(request)))
-    expected = natively(MOOD, folder, request)
+    reader.types("dormouse deploy mood mood.py")
+    answer = json.loads(reader.types(f"dormouse invoke mood '{json.dumps(request)}'"))
+    expected = natively(MOOD, reader.folder, request)
     assert answer["label"] == expected["label"]
     assert answer["score"] == pytest.approx(expected["score"], rel=1e-4)
 
 
-def test_n9_a_secret_that_is_given_and_none_in_the_environment(node: TestNode, folder: Path) -> None:
-    (folder / "secret.py").write_text(SECRET)
-    (folder / ".token").write_text("abcdef\n")
-    dormouse(node, folder, "secret", "set", "TOKEN", "--file", ".token")
-    dormouse(node, folder, "deploy", "secret", "secret.py", "--secret", "TOKEN")
-    assert json.loads(dormouse(node, folder, "invoke", "secret")) == {"length": 6}
+def test_n9_a_secret_that_is_given_and_none_in_the_environment(reader: Reader) -> None:
+    asks, of_a_file, deploy, ls, rm, gone = commands("docs/secrets.md")
+    (reader.folder / "secret.py").write_text(SECRET)
+    (reader.folder / "FILE").write_text("abcdef\n")
+    reader.types(asks, "abcd\n")
+    reader.types(of_a_file)
+    reader.types(deploy)
+    assert json.loads(reader.types("dormouse invoke secret")) == {"length": 6}
     looks = "import os\ndef load(): pass\ndef handle(_, name): return os.environ.get(name)\n"
-    (folder / "looks.py").write_text(looks)
-    dormouse(node, folder, "deploy", "looks", "looks.py")
-    assert json.loads(dormouse(node, folder, "invoke", "looks", '"HF_HUB_OFFLINE"')) == "1"
-    assert json.loads(dormouse(node, folder, "invoke", "looks", '"DORMOUSE_RUN"')) is None
+    (reader.folder / "looks.py").write_text(looks)
+    reader.types("dormouse deploy looks looks.py")
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("DORMOUSE_RUN", None), ("TOKEN", None)):
+        assert json.loads(reader.types(f"""dormouse invoke looks '"{name}"'""")) == value
+    assert "TOKEN" in reader.types(ls)
+    status, _, why = reader.tries(gone)
+    assert (status, "secret" in why) == (5, True), why
+    reader.types(rm)
+    reader.types(gone)
+    assert "TOKEN" not in reader.types(ls)
 
 
-def test_n9_a_picture_there_and_one_back(node: TestNode, folder: Path) -> None:
-    (folder / "picture.py").write_text(PICTURE)
-    Image.frombytes("RGB", (32, 32), bytes(range(256)) * 12).save(folder / "picture.png")
-    dormouse(node, folder, "deploy", "picture", "picture.py")
-    (command,) = blocks("docs/binary-bodies.md", "")
-    subprocess.run(command.replace(":8700", f":{node.port}"), shell=True, cwd=folder, check=True)
-    mine = np.array(Image.open(folder / "features.png"))
+def test_n9_a_picture_there_and_one_back(reader: Reader) -> None:
+    (reader.folder / "picture.py").write_text(PICTURE)
+    Image.frombytes("RGB", (32, 32), bytes(range(256)) * 12).save(reader.folder / "picture.png")
+    reader.types("dormouse deploy picture picture.py")
+    (command,) = commands("docs/binary-bodies.md")
+    reader.types(command)
+    reader.types("dormouse invoke picture @picture.png > answer.png || true")
+    mine = np.array(Image.open(reader.folder / "features.png"))
     module = ModuleType("native")
     with on_the_cpu():
         exec(compile(PICTURE, "native.py", "exec"), module.__dict__)
-        upload = SimpleNamespace(data=(folder / "picture.png").read_bytes())
+        upload = SimpleNamespace(data=(reader.folder / "picture.png").read_bytes())
         native = np.array(module.handle(module.load(), {"image": upload}))
     assert mine.shape == (30, 30, 3)
     assert np.abs(mine.astype(int) - native).max() <= 1  # rounded
 
 
-def as_written(node: TestNode, command: str) -> str:
-    """What a command of a page prints, all but the port as it stands there."""
-    return subprocess.check_output(command.replace(":8700", f":{node.port}"), shell=True, text=True, timeout=120)
-
-
-def test_answers_in_parts_jobs_and_the_python_client(node: TestNode, folder: Path) -> None:
+def test_answers_in_parts_jobs_and_the_python_client(reader: Reader) -> None:
     tensors, _ = blocks("docs/open-inference.md", "python")
     for name, source in (("hello", HELLO), ("steps", STEPS), ("linear", tensors)):
-        (folder / f"{name}.py").write_text(source)
-        dormouse(node, folder, "deploy", name, f"{name}.py")
-    expected = natively(HELLO, folder, {"x": [1, 2, 3, 4]})
-    (command,) = blocks("docs/streams.md", "sh")
-    events = as_written(node, command).split("\n\n")
+        (reader.folder / f"{name}.py").write_text(source)
+        reader.types(f"dormouse deploy {name} {name}.py")
+    expected = natively(HELLO, reader.folder, {"x": [1, 2, 3, 4]})
+    (command,) = commands("docs/streams.md")
+    events = reader.types(command).split("\n\n")
     assert [json.loads(event.removeprefix("data: "))["step"] for event in events if event.startswith("data: ")] == [
         *range(3)
     ]
-    detached, again = blocks("docs/jobs.md", "sh")
-    head, _, job = as_written(node, detached).replace("\r", "").partition("\n\n")
+    detached, again = commands("docs/jobs.md")
+    head, _, job = reader.types(detached).replace("\r", "").partition("\n\n")
     assert head.startswith("HTTP/1.1 202 Accepted\n")
-    answer = json.loads(dormouse(node, folder, "job", json.loads(job)["id"], "--wait"))
+    answer = json.loads(reader.types(f"dormouse job {json.loads(job)['id']} --wait"))
     assert answer["y"] == pytest.approx(expected["y"])
-    assert json.loads(as_written(node, again))["y"] == pytest.approx(expected["y"])
+    assert json.loads(reader.types(again))["y"] == pytest.approx(expected["y"])
     (program,) = blocks("docs/python-client.md", "python")
     assert 'key="dm_..."' in program
-    program = program.replace(":8700", f":{node.port}").replace(', key="dm_..."', "")
+    program = reader.here(program).replace(', key="dm_..."', "")
     said = subprocess.check_output([sys.executable, "-P", "-c", program], text=True, timeout=120).splitlines()
     assert [line.startswith("{'step': ") for line in said[1:4]] == [True] * 3
     assert said[-1].partition(" ")[2].startswith("{'y': [")
 
 
-def test_what_a_function_takes_is_checked(node: TestNode) -> None:
+def test_what_a_function_takes_is_checked(node: TestNode, reader: Reader) -> None:
     node.deployed("again", AGAIN)
-    (commands,) = blocks("docs/types.md", "")
-    checked, schema = (
-        json.loads(subprocess.check_output(["curl", "-s", *shlex.split(line.replace(":8700", f":{node.port}"))[1:]]))
-        for line in commands.splitlines()
-    )
+    checked, schema = (json.loads(reader.types(command)) for command in commands("docs/types.md"))
     assert (checked["error"]["code"], checked["error"]["param"]) == ("invalid_request", "$.times")
     assert schema["request"]["$defs"]["Request"]["properties"]["times"]["maximum"] == 10
 
@@ -209,10 +208,12 @@ def test_a_function_comes_and_goes(node: TestNode) -> None:
     node.wait(lambda: "served 1" in node.log_of("comes"), 60, "unload() to print")
 
 
-def test_many_requests_at_once(node: TestNode) -> None:
-    node.deployed("linear", LINEAR, concurrency=8)
-    node.deployed("rows", ROWS, batch=8)
-    for name in ("linear", "rows"):
+def test_many_requests_at_once(node: TestNode, reader: Reader) -> None:
+    deploy, simulate = commands("docs/batching.md")
+    assert simulate.startswith("dormouse simulate "), "tests/unit/test_simulate.py has this scenario"
+    for name, source, command in (("linear", LINEAR, *commands("docs/concurrency.md")), ("rows", ROWS, deploy)):
+        (reader.folder / f"{name}.py").write_text(source)
+        assert f"{name} version " in reader.types(command)
         with ThreadPoolExecutor(8) as pool:
             rows = list(pool.map(lambda n: node.result(name, [n, 0, 0, 0.0]), range(16)))  # noqa: B023
         first, second, third = rows[:3]
@@ -232,3 +233,20 @@ def test_pages_link_to_what_is_there() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())
         assert [target for target in targets if not (page.parent / target).exists()] == [], page
+
+
+LIKE_A_COMMAND = re.compile(r"(sudo|podman|make|python3?|git|pip) |(dormouse|curl) (?!.* \[--)")
+NO_GUIDES = ("docs/benchmarks.md", "docs/gpu.md", "docs/papers.md")
+"""They have numbers, and the commands that measured them."""
+
+
+def test_the_commands_of_all_guides_are_typed_by_tests() -> None:
+    """A test takes all commands of a page at once: it fails when there is one more."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("t*/test_*.py"))
+    typed = re.findall(r'commands\("([\w./-]+\.md)"\)', tests)
+    assert {page for page in GUIDES if commands(page)} == {*typed}
+    for page in sorted({*GUIDES} - {*NO_GUIDES}):
+        text = (ROOT / page).read_text()
+        indented = re.findall(r"^    (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.M)
+        lines = "".join(blocks(page, "")).splitlines() + indented
+        assert [line for line in lines if LIKE_A_COMMAND.match(line)] == [], f"{page}: let its block be of ```sh"

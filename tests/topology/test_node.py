@@ -4,6 +4,7 @@ kernel computes."""
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from typing import Any
 import architectures
 import pytest
 import torch
+from guides import Reader, blocks, commands
 from msgspec.structs import asdict
+from wheels import PackageIndex
 
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.ports import reserved_port
@@ -76,6 +79,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     node.write_text(
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
         f'[schedule]\norder = "fifo"\nturn_ms = 60000\n[sandbox]\nread = ["{tmp_path}"]\n'
+        f'[environments]\nindex = "{packages(tmp_path / "index").url}"\n'
     )
     function = tmp_path / "counter" / "counter.py"
     function.parent.mkdir()
@@ -107,9 +111,53 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
         assert said(run, "rm", "nobody", "counter", "-y", status=3)["removed"] == ["counter"]
         assert said(run, "ls") == []
+        reader = Reader(tmp_path, tmp_path / "shell", DORMOUSE_RUN=str(run))
+        the_guide_to_libraries(reader)
+        the_guide_to_services_drains_and_replaces(reader)
     finally:
         assert said(run, "down") == {"stopped": True}
     assert not run.exists()
+
+
+def packages(folder: Path) -> PackageIndex:
+    """What docs/dependencies.md shows, without the code."""
+    made = PackageIndex(folder)
+    for name, version in (("emoji", "2.15.0"), ("huggingface-hub", "0.36.0"), ("tokenizers", "0.22.1")):
+        made.wheel(name, version, {f"{name.replace('-', '_')}/__init__.py": f"__version__ = {version!r}\n"})
+    needs = ("huggingface-hub==0.36.0", "tokenizers==0.22.1")
+    made.wheel("transformers", "4.57.6", {"transformers/__init__.py": "__version__ = '4.57.6'\n"}, requires=needs)
+    return made
+
+
+def the_guide_to_libraries(reader: Reader) -> None:
+    (shown,) = blocks("docs/dependencies.md", "console")
+    _, cat, deploy = re.split(r"^\$ ", shown, flags=re.MULTILINE)
+    cat, requirements = cat.split("\n", 1)
+    deploy, printed = deploy.split("\n", 1)
+    mood = reader.folder / "mood"
+    mood.mkdir()
+    (mood / "requirements.txt").write_text(requirements)
+    (mood / "mood.py").write_text(
+        "import emoji, transformers\ndef handle(state, request): return [emoji.__version__, transformers.__version__]\n"
+    )
+    assert reader.types(cat) == requirements
+    lines = reader.types(f"{deploy} 2>&1").splitlines()
+    expected = [line for line in printed.splitlines() if line != "..."]
+    assert [line for line in lines if line in expected] == expected
+    assert json.loads(reader.types("dormouse invoke mood")) == ["2.15.0", "4.57.6"]
+
+
+def the_guide_to_services_drains_and_replaces(reader: Reader) -> None:
+    _, _, _, _, replace, drain, undo, *_ = commands("docs/service.md")
+    reader.types(drain)
+    status, _, why = reader.tries("dormouse invoke mood")
+    assert (status, "this node is drained" in why) == (1, True), why
+    reader.types(undo)
+    before = reader.types("dormouse invoke mood")
+    (pid,) = re.findall(r"\d+", (reader.folder / "run" / "t" / "supervisor.pid").read_text())
+    reader.types(replace)
+    assert (reader.folder / "run" / "t" / "supervisor.pid").read_text().strip() != pid
+    assert reader.types("dormouse invoke mood") == before
 
 
 def a_function_is_deployed_as_often_as_its_file_is_saved(run: Path, function: Path) -> None:

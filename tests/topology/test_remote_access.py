@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import Reader, commands
 from language_models import make_folder
 from msgspec import structs
 
@@ -140,6 +141,26 @@ def test_d10_over_tls_with_a_key_and_not_without(node: RemoteNode) -> None:
     assert node.ask("GET", "/healthz").body == {"status": "ok"}
     assert node.ask("GET", "/readyz").status == 200
     assert node.ask("POST", "/functions/ours/invoke").headers["www-authenticate"] == 'Bearer realm="dormouse"'
+
+
+def test_the_guide(node: RemoteNode, tmp_path: Path) -> None:
+    """The name of its node means this machine, as an entry in /etc/hosts would have it."""
+    create, ls, call, revoke = commands("docs/remote-access.md")
+    node.deployed("chat-1", ECHO)
+    (tmp_path / ".curlrc").write_text(
+        f'resolve = "node.example:{node.port}:127.0.0.1"\ncacert = "{CERTIFICATE / "cert.pem"}"\n'
+    )
+    reader = Reader(tmp_path, tmp_path / "shell", node, HOME=str(tmp_path))
+    key = reader.types(f'{create}; echo "$KEY"').strip()
+    assert key.startswith("dm_")
+    (row,) = [row for row in json.loads(reader.types(f"{ls} --json")) if row["note"] == "the web shop"]
+    assert row["id"] in reader.types(ls)
+    assert json.loads(reader.types(call)) == {"text": "hello"}
+    assert node.call("ours", key) == UNKNOWN
+    assert "ID" in revoke
+    reader.types(revoke.replace("ID", row["id"]))
+    assert json.loads(reader.types(call))["error"]["code"] == "unauthorized"
+    node.remove("chat-1")
 
 
 def test_nobody_reads_along(node: RemoteNode) -> None:

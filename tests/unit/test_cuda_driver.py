@@ -23,16 +23,19 @@ def test_without_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install dormouse[cuda]" in found.reason
 
 
-def test_the_probe_as_a_program_loads_no_torch() -> None:
-    """On this machine, whatever it has; doctor reads this line."""
+@pytest.mark.parametrize("before", ["", "sys.modules['cuda'] = None; "])
+def test_the_probe_as_a_program_loads_no_torch(before: str) -> None:
+    """On this machine, whatever it has, and without CUDA's bindings; doctor reads this line."""
     code = (
-        "import sys; from dormouse.gpuserver.device.cuda import probe; probe.main(); assert 'torch' not in sys.modules"
+        f"import sys; {before}from dormouse.gpuserver.device.cuda import probe; probe.main(); "
+        "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {"gpus", "driver", "bindings", "reason", "places"}
     assert bool(found["gpus"]) != bool(found["reason"])
+    assert not before or "install dormouse[cuda]" in found["reason"]
 
 
 @in_child(FAKE_CUDA_DEVICES=2)

@@ -195,7 +195,7 @@ def opened(ordinal: int) -> GpuState:
 
 def main() -> int:
     found = probe()
-    told = asdict(found) | {"places": places(len(found.gpus))}
+    told = asdict(found) | {"places": places(len(found.gpus)) if found.gpus else []}  # else there may be no bindings
     if "--open" in sys.argv[1:]:
         told["states"] = [opened(ordinal) for ordinal in range(len(found.gpus))]
     print(msgspec.json.encode(told).decode())
