@@ -21,7 +21,7 @@ from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.plain import PlainZygote
 from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.errors import ConfigError, PeerLost
 
 
 class InstanceStarts:
@@ -59,7 +59,13 @@ class InstanceStarts:
         except OSError as error:
             self._failed(name, f" ({error.filename}: {error.strerror}; free space on the disk of [node] state)")
             return
-        host = self._instances.open(name, spec)
+        try:
+            host = self._instances.open(name, spec)
+        except (OSError, PeerLost) as error:
+            if variables >= 0:
+                os.close(variables)
+            self._failed(name, f" ({error}; free space, and inodes, in [node] run)")
+            return
         log.write(
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )

@@ -24,7 +24,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import dormant_worlds, worlds
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ProcessFailed
+from dormouse.schemas.errors import PeerLost, ProcessFailed
 
 STOPPED_S: Final = 2.5
 """A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
@@ -131,7 +131,7 @@ class Registry:
                 on_message=self._on_message,
                 on_exit=self._exited,
             )
-        except ProcessFailed as error:
+        except (ProcessFailed, PeerLost) as error:
             self._log.error("process_not_started", child=role, epoch=epoch, reason=str(error))
             self._on_failure(role, str(error))
             return

@@ -6,6 +6,7 @@ the run directory when it leaves. What it then does is in supervision.py.
 """
 
 import argparse
+import errno
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from dormouse.core.nodefile import load_config, named_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.startup import keep_node_config
 from dormouse.schemas import succession as s
-from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
+from dormouse.schemas.errors import ConfigError, PeerLost, ProcessFailed, Unsafe
 
 
 async def serve(config: NodeConfig, service: ServiceManager | None = None) -> None:
@@ -91,7 +92,7 @@ async def succeed(config: NodeConfig, service: ServiceManager, fd: int) -> None:
             supervisor = Supervisor(config, directory, listening, service, state_fd, predecessor)
             await supervisor.run()
     except (ConfigError, ProcessFailed, OSError) as error:
-        predecessor.say(s.HeirFailed(text=str(error)))
+        predecessor.say(s.HeirFailed(text=why(error, config)))
         raise
     finally:
         if supervisor is not None and supervisor.owns:
@@ -127,12 +128,20 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         _say("config", str(error), arguments.plain)
         return 5 if isinstance(error, Unsafe) else 2
-    except (ProcessFailed, OSError) as error:  # a full disk, say
-        _say("failed", str(error), arguments.plain)
+    except (ProcessFailed, PeerLost, OSError) as error:  # a full disk, say
+        _say("failed", why(error, config), arguments.plain)
         return 1
     finally:
         service.close()
         close_context()
+
+
+def why(error: Exception, config: NodeConfig) -> str:
+    """In words, with what can be done."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return str(error)
+    run, state = config.run_directory, config.state_directory
+    return f"{error}; free space, and inodes, of run directory {run} or state directory {state}"
 
 
 def _say(kind: str, message: str, plain: bool) -> None:

@@ -6,10 +6,12 @@ Makes, announces and removes. When an instance starts or ends is decided in rout
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import structs
@@ -46,6 +48,19 @@ SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenan
 """As what sessions are attached."""
 
 
+SOCKETS: Final = 32
+"""Of an instance, all those who attach it, and what the processes of a node may want meanwhile."""
+
+
+def expect_room(run: Path) -> None:
+    """Raises OSError if the run directory is nearly full. The store or an executor that finds no room for an instance's
+    socket there could only end.
+    """
+    disk = os.statvfs(run)
+    if disk.f_files and disk.f_favail < SOCKETS:  # 0: as many as there are
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run))
+
+
 class InstanceHost:
     """One instance's belongings. ``uid`` owns its directory and endpoint."""
 
@@ -60,7 +75,9 @@ class InstanceHost:
         on_garbage: Callable[[str, str], None],
         log: Any,
     ) -> None:
-        """Whatever a message of the instance raises, also in ``on_message``, is told as garbage and ends no other."""
+        """Whatever a message of the instance raises, also in ``on_message``, is told as garbage and ends no other.
+        Raises OSError, PeerLost, and nothing is left then.
+        """
         self.name = name
         self.snapshot = spec.snapshot
         self._at_once = most_open(spec) > 0
@@ -72,8 +89,6 @@ class InstanceHost:
         self._forgetting: asyncio.TimerHandle | None = None
         self.log_pipe: LogPipe | None = None
         self.directory = paths.instance(name)
-        os.mkdir(self.directory, 0o700)
-        self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
 
         def heard(message: m.InstanceToRouter) -> None:
             try:
@@ -84,17 +99,25 @@ class InstanceHost:
                 log.error("instance_raised", instance=name, story=traceback.format_exc())
                 on_garbage(name, f"what it sent raised {type(error).__name__} in the router")
 
-        self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
-            f"{self.directory}/router",
-            bind=True,
-            incoming=m.InstanceToRouter,
-            on_message=heard,
-            on_garbage=lambda error: on_garbage(name, str(error)),
-            max_nbytes=MESSAGE_NBYTES,
-            hwm=LLM_HIGH_WATER_MARK if self._at_once else HIGH_WATER_MARK,
-            owner=uid,
-        )
-        os.chown(self.directory, uid, -1)
+        with contextlib.ExitStack() as undo:
+            expect_room(paths.run)
+            os.mkdir(self.directory, 0o700)
+            undo.callback(remove_tree, self.directory)
+            self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
+            undo.callback(self.arena.close)
+            self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
+                f"{self.directory}/router",
+                bind=True,
+                incoming=m.InstanceToRouter,
+                on_message=heard,
+                on_garbage=lambda error: on_garbage(name, str(error)),
+                max_nbytes=MESSAGE_NBYTES,
+                hwm=LLM_HIGH_WATER_MARK if self._at_once else HIGH_WATER_MARK,
+                owner=uid,
+            )
+            undo.callback(self.link.close)
+            os.chown(self.directory, uid, -1)
+            undo.pop_all()
         self.attachment = m.AttachInstance(
             instance=name,
             tenant=spec.tenant,
@@ -201,7 +224,7 @@ class Instances:
         )
 
     def open(self, name: str, spec: m.FunctionSpec) -> InstanceHost:
-        """Make an instance's belongings and tell everyone who attaches."""
+        """Make an instance's belongings and tell everyone who attaches. Raises OSError, PeerLost."""
         return self._open(name, spec, self._free_uid())
 
     def open_session(self, name: str) -> InstanceHost:

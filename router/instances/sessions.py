@@ -72,7 +72,12 @@ class Sessions:
             )
             return ""
         name = node.policy.picture.new_name()
-        host = node.instances.open_session(name)
+        try:
+            host = node.instances.open_session(name)
+        except (OSError, PeerLost) as error:
+            text = f"the session has no place ({error}); free space, and inodes, in [node] run"
+            self._say(connection, m.AttachRefused(text=text), [])
+            return ""
         host.pid = message.pid
         self._by_instance[name] = connection
         node.dispatch(e.SessionOpened(name, f"run:{message.name}"))
