@@ -1,6 +1,8 @@
 """Snapshots of functions' folders, made of descriptors that a stranger could have sent."""
 
 import asyncio
+import ctypes
+import errno
 import fcntl
 import io
 import os
@@ -404,6 +406,32 @@ def test_an_archive_of_a_folder(upload: Upload, tmp_path: Path) -> None:
     upload.finish("f.py")
     assert (upload.tree / "f.py").read_text() == "code"
     assert (upload.tree / "model" / long).read_bytes() == BIG
+
+
+@pytest.mark.parametrize("more", [0, 512])
+def test_an_archive_that_is_cut_between_its_files_is_not_taken_for_a_whole_one(
+    upload: Upload, tmp_path: Path, more: int
+) -> None:
+    """Another file may have followed."""
+    whole = tarred((member("f.py"), b"code"))
+    assert refusal(unpacked, upload, whole[: 1024 + more], tmp_path) == (400, "bad_archive")
+
+
+def test_a_deploy_is_told_of_a_disk_that_does_not_keep_it(
+    upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the catalogue names what came: a machine that loses power then would have a function without files."""
+
+    class Disk:
+        def syncfs(self, _: int) -> int:
+            ctypes.set_errno(errno.ENOSPC)
+            return -1
+
+    unpacked(upload, tarred((member("f.py"), b"code")), tmp_path)
+    with monkeypatch.context() as there:
+        there.setattr("dormouse.router.admin.snapshots._libc", Disk())
+        assert refusal(upload.finish, "f.py") == (507, "disk_full")
+    upload.finish("f.py")
 
 
 @pytest.mark.parametrize(
