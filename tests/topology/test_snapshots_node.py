@@ -15,6 +15,7 @@ import torch
 
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node.testing import TestNode, kept_running
+from dormouse.core.paths import BLOBS
 from dormouse.schemas import admin as a
 
 pytestmark = [
@@ -122,7 +123,7 @@ def test_d1_a_deployer_gives_only_what_it_may_read(node: TestNode, home: Path) -
     (thief / "function.py").write_text("def load(): ...\ndef handle(state, request): return open('secret').read()\n")
     (thief / "secret").symlink_to(secret)
     os.chown(thief, FRIEND, FRIEND)
-    before = kept(node)
+    before = kept(node) | {BLOBS}
     done = dormouse(node, FRIEND, home, "deploy", "thief", str(thief))
     assert (done.returncode, "Permission denied" in done.stderr) == (2, True), done.stderr
     assert node.invoke("thief").status == 404
