@@ -3,6 +3,7 @@
 Each finding is a row: name, "ok" | "warn" | "fail", what was found, and what to do about it.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
-from dormouse.core.paths import StatePaths
+from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.quantities import size
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
@@ -298,8 +299,13 @@ def _directory(config: NodeConfig, what: str) -> Finding:
 
 def _port(config: NodeConfig, running: bool) -> Finding:
     host, port = config.node.host, config.node.port
-    if running or port == 0:
-        return Finding("port", "ok", f"{host}:{port} {'(the node has it)' if running else '(any free one)'}")
+    if running:  # maybe with a node file that this command was not given
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            ready = json.loads((RunPaths(config.run_directory).trusted / "ready").read_bytes())
+            host, port = ready["host"], ready["port"]
+        return Finding("port", "ok", f"{host}:{port} (the node has it)")
+    if port == 0:
+        return Finding("port", "ok", f"{host}:{port} (any free one)")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as sock:

@@ -122,21 +122,21 @@ class _Pip:
     def _said(self, words: list[str], shown: bool = True) -> str | None:
         """Its last words, if it has failed."""
         command = [sys.executable, "-P", "-m", "pip", *words]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             env=self._environment,
-        )
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            if shown and not line.startswith(("Requirement already satisfied", "Looking in ")):
-                print(line, end="", flush=True)
-            said = (said + line)[-WORDS:]
-        return said if process.wait() else None
+        ) as process:
+            assert process.stdout is not None
+            said = ""
+            for line in process.stdout:
+                if shown and not line.startswith(("Requirement already satisfied", "Looking in ")):
+                    print(line, end="", flush=True)
+                said = (said + line)[-WORDS:]
+        return said if process.returncode else None
 
     def _failure(self, said: str) -> BuildFailed:
         """Why it has failed, in our words where it can be said better, and in its own."""
@@ -144,6 +144,10 @@ class _Pip:
         errors = errors or said.strip()
         missing = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)", said)
         none = missing is not None and "(from versions: none)" in said
+        broken = re.search(r"after connection broken by .*?(\[Errno [^\]]*\] [^'\")]*)", said)
+        if none and broken is not None:
+            text = f"the package index cannot be reached ({broken[1]}); [environments] index in the node file names it"
+            return BuildFailed("unsolvable", text)
         if missing is not None and none and not self._order.sources and self._has_sources(missing[1]):
             text = (
                 f"{missing[1]} has no wheel for Python {sys.version_info[0]}.{sys.version_info[1]} on this machine, "

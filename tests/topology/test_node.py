@@ -93,6 +93,13 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         assert command(run, "up", str(node)).returncode != 0, "a node is started once"
         examined = said(run, "doctor", "--config", str(node))
         assert examined["ok"]
+        bare = subprocess.run(  # who has no node file at hand, and the node has a port of its own
+            [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(run), "doctor", "--json"],
+            capture_output=True,
+            text=True,
+        )
+        (of_port,) = [row["found"] for row in json.loads(bare.stdout)["findings"] if row["name"] == "port"]
+        assert of_port == f"127.0.0.1:{port} (the node has it)"
         assert [row["state"] for row in examined["findings"] if row["name"].startswith("librar")] == ["ok"]
         assert said(run, "deploy", "counter", str(function)) == {"name": "counter", "version": 1}
         assert [row["name"] for row in said(run, "ls")] == ["counter"]
