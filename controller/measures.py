@@ -45,6 +45,9 @@ def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used
         resident=list(resident.items()),
         leases=counts.leases,
         used=msgspec.structs.asdict(used),
+        batches=counts.batches,
+        batch_requests=counts.batch_requests,
+        batch_places=counts.batch_places,
     )
 
 

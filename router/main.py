@@ -81,7 +81,7 @@ class Router(Actor):
         self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
         self.jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
-        self.scrapes = Scrapes(self, self._tell)
+        self.scrapes = Scrapes(self, self._tell, self._kept)
         self.traces = Outbox(self, config.tracing)
         self.requests.export, self.requests.trace_share = self.traces.add, self.traces.share
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
@@ -122,6 +122,16 @@ class Router(Actor):
         self._http: HttpServer | None = None
         self._admin_socket: AdminSocket | None = None
         self._controller: Link[m.ControllerToRouter, m.RouterToController] | None = None
+
+    def _kept(self) -> m.KeptCounted:
+        """For `/metrics`."""
+        environments = self._environments
+        return m.KeptCounted(
+            builds=environments.builds,
+            environments=environments.count,
+            environments_nbytes=environments.nbytes,
+            secrets=self._vault.counts(),
+        )
 
     # --- life
 

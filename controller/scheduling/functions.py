@@ -104,6 +104,9 @@ class FunctionCounts:
     preloads: int = 0  # times that some of it was brought before anybody asked
     preloaded_nbytes: int = 0  # of those copied
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
+    batches: int = 0  # leases for several requests at once
+    batch_requests: int = 0  # that they have served
+    batch_places: int = 0  # that they had for such
     last_wake: LastWake | None = None
     last_eviction: LastEviction | None = None
 

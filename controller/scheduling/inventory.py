@@ -278,6 +278,10 @@ class Inventory:
         waiting, function = ended.waiting, ended.waiting.function
         if together and ended.copy_s <= 0.0:
             function.computed(together, ended.hold_s)
+        if taken and function.batches is not None:
+            function.counts.batches += 1
+            function.counts.batch_requests += taken
+            function.counts.batch_places += max(taken, function.batches.most)
         waiting.size = min(waiting.size, taken)
         function.settled(waiting, False, ended.over_s, ended.hindered_s)
 

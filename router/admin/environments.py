@@ -8,6 +8,7 @@ function that is kept has it, and no deploy claims it.
 import asyncio
 import errno
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -60,6 +61,7 @@ class Environments:
         self._builder = Builder(node, directory)
         self._done: dict[str, asyncio.Future[None]] = {}  # by what is asked for
         self._due: dict[str, asyncio.Event] = {}  # likewise: its turn has come
+        self.builds: Counter[str] = Counter()  # that have ended, by "ok" or an error's code
         self._thread = ThreadPoolExecutor(1, "environments")
         self._removals = ThreadPoolExecutor(1, "removals")  # of as much as a build could write: its own time
 
@@ -75,6 +77,14 @@ class Environments:
         self._builder.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._removals.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def count(self) -> int:
+        return len(self._book.environments)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.record.nbytes for each in self._book.environments.values())
 
     # --- instances
 
@@ -190,14 +200,18 @@ class Environments:
             self._begin_next()
             await self._due[build.asked].wait()  # all of them are cancelled together, when the node ends
             await self._built(build, requirements, sources, scope, printed)
+            self.builds["ok"] += 1
             done.set_result(None)
         except HttpError as error:
+            self.builds[error.failure.code] += 1
             done.set_exception(error)
         except Exception as error:  # the outermost frame of what may be anybody's packages: it ends this build alone
             self._node.log.warning("environment_not_kept", reason=str(error), exc_info=True)
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             text = f"the node could not keep what was built: {error}"[:TEXT_NBYTES]
-            done.set_exception(disk_full() if full else refuse(500, "build_failed", text))
+            failed = disk_full() if full else refuse(500, "build_failed", text)
+            self.builds[failed.failure.code] += 1
+            done.set_exception(failed)
         finally:
             del self._done[build.asked], self._due[build.asked]
             self._book.ended(build)

@@ -58,10 +58,12 @@ class Node(Protocol):
 
 
 class Scrapes:
-    """``tell`` is to the controller."""
+    """``tell`` is to the controller, ``kept`` says what is kept of tenants."""
 
-    def __init__(self, node: Node, tell: Callable[[m.RouterToController], None]) -> None:
-        self._node, self._tell = node, tell
+    def __init__(
+        self, node: Node, tell: Callable[[m.RouterToController], None], kept: Callable[[], m.KeptCounted]
+    ) -> None:
+        self._node, self._tell, self._kept = node, tell, kept
         self._began_s = time.monotonic()
         self._numbers = count(1)
         self._works: dict[tuple[str, bool, bool], asyncio.Task[bytes]] = {}  # by caller, whether all, whether packed
@@ -148,6 +150,7 @@ class Scrapes:
                 down=down,
                 gzip=gzip,
                 spans=self._node.traces.spans,
+                kept=self._kept() if whole else m.KeptCounted(),
             )
         )
 

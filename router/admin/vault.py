@@ -32,6 +32,13 @@ class Vault:
         self._file, self._picture, self._changes = file, picture, changes
         self._leaving: Counter[tuple[str, str]] = Counter()  # removals under way, by tenant and name
 
+    def counts(self) -> dict[str, int]:
+        """How many there are, by tenant; of a file that cannot be read none, and who wants one is told why."""
+        try:
+            return Counter(each.tenant for each in self._file.all())
+        except ConfigError:
+            return {}
+
     async def call(self, caller: Caller, act: a.Secrets | a.SetSecret | a.RemoveSecret) -> Any:
         """Raises HttpError."""
         tenant = self._tenant(caller, act.tenant, act)

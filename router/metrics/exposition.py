@@ -46,6 +46,7 @@ def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
         metrics += _models([each for each in held.functions if each.name in functions], active)
     if scrape.whole:
         metrics += _processes(scrape, held is not None)
+        metrics += _kept(scrape.kept)
         if held is not None:
             metrics += _memory(held)
     return bytes(generate_latest(_Families(metrics)))
@@ -133,6 +134,9 @@ def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]
     spent = SummaryMetricFamily("dormouse_wake_seconds", text, labels=["function", "source"])
     copied = _counter("wake_bytes", "Bytes that wakes copied", "function", "source")
     evictions = _counter("evictions", "Times that a model lost bytes on a GPU, by what for", "function", "reason")
+    batches = _counter("batches", "Leases for several requests at once", "function")
+    batched = _counter("batch_requests", "Requests that were served in batches", "function")
+    places = _counter("batch_places", "Places that these batches had for requests", "function")
     leases = _counter("leases", "Times that a function had a GPU", "function")
     gpu_s = _counter("gpu_seconds", "Time that GPUs have computed, as metered", "function")
     byte_s = _counter("memory_byte_seconds", "Bytes times seconds, by what they are, as metered", "function", "kind")
@@ -155,13 +159,17 @@ def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]
         for reason, count in each.evictions.items():
             evictions.add_metric([name, reason], count)
         leases.add_metric([name], each.leases)
+        if each.batches:
+            batches.add_metric([name], each.batches)
+            batched.add_metric([name], each.batch_requests)
+            places.add_metric([name], each.batch_places)
         gpu_s.add_metric([name], each.used.get("gpu_us", 0) / 1e6)
         for kind in ("weights", "kv", "activations", "adapter", "host"):
             if used := each.used.get(kind, 0):
                 byte_s.add_metric([name, kind], used / 1000)
     for number, nbytes in idle.items():
         resident.add_metric([IDLE, str(number)], nbytes)
-    yield from (wakes, spent, copied, evictions, leases, gpu_s, byte_s, resident)
+    yield from (wakes, spent, copied, evictions, leases, batches, batched, places, gpu_s, byte_s, resident)
 
 
 def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
@@ -210,3 +218,17 @@ def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
     for outcome, count in scrape.spans.items():
         spans.add_metric([outcome], count)
     yield from (up, starts, answered, spans)
+
+
+def _kept(kept: m.KeptCounted) -> Iterator[Metric]:
+    builds = _counter("environment_builds", "Builds of functions' libraries: ok, or an error's code", "outcome")
+    for outcome, count in kept.builds.items():
+        builds.add_metric([outcome], count)
+    there = _gauge("environments", "Environments of functions' libraries")
+    there.add_metric([], kept.environments)
+    nbytes = _gauge("environment_bytes", "Bytes of them on the disk")
+    nbytes.add_metric([], kept.environments_nbytes)
+    secrets = _gauge("secrets", "Secrets that are kept", ["tenant"])
+    for tenant, count in kept.secrets.items():
+        secrets.add_metric([tenant], count)
+    yield from (builds, there, nbytes, secrets)

@@ -67,7 +67,8 @@ class WakesCounted(Message, frozen=True, kw_only=True):
 
 class FunctionMeasures(Message, frozen=True, kw_only=True):
     """What the controller knows of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
-    since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind.
+    since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind. ``batches`` have served
+    so many requests, of as many as they had places for.
     """
 
     name: str
@@ -76,6 +77,9 @@ class FunctionMeasures(Message, frozen=True, kw_only=True):
     resident: list[tuple[int, int]]
     leases: int
     used: dict[str, int]
+    batches: int = 0
+    batch_requests: int = 0
+    batch_places: int = 0
 
 
 class GpuMeasures(Message, frozen=True, kw_only=True):
@@ -96,11 +100,22 @@ class NodeMeasures(Message, frozen=True, kw_only=True):
     waiting: int
 
 
+class KeptCounted(Message, frozen=True, kw_only=True):
+    """What the router keeps of tenants: environments, and their ``builds`` by "ok" or an error's code; secrets by
+    tenant.
+    """
+
+    builds: dict[str, int] = {}
+    environments: int = 0
+    environments_nbytes: int = 0
+    secrets: dict[str, int] = {}
+
+
 class Scrape(Message, frozen=True, kw_only=True, tag=1):
     """Router to metrics: write all this down. ``measures``: an encoded NodeMeasures, or nothing if the controller has
     not said it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and
     ``down``: the node's processes. ``gzip``: the answer may be packed so. ``spans``: what has become of those
-    that the node exports.
+    that the node exports. ``kept`` is of those who see the node.
     """
 
     query: int
@@ -111,6 +126,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     down: list[str]
     gzip: bool
     spans: dict[str, int] = {}
+    kept: KeptCounted = KeptCounted()
 
 
 class Exposition(Message, frozen=True, kw_only=True, tag=1):

@@ -217,6 +217,8 @@ def test_the_same_requirements_are_built_once(node: TestNode) -> None:
     before = node.log_of("one").count("the node looks")
     node.deployed("one", FUNCTION, {"requirements.txt": "colours==1.0\n"})
     assert node.log_of("one").count("the node looks") == before > 0
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, WAIT_S, "metrics")
+    assert '\ndormouse_environment_builds_total{outcome="ok"} ' in node.http("GET", "/metrics").body
 
 
 def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNode) -> None:

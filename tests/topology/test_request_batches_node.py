@@ -121,6 +121,13 @@ def test_many_clients_are_batched_and_all_are_right(node: TestNode) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda n: ask(node, n).body, range(200))) == [4.0 * n for n in range(200)]
     assert max(ask(node, 1, "sizes").body) <= 8
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, 120, "metrics")
+    text = node.http("GET", "/metrics").body
+    names = "batches", "batch_requests", "batch_places"
+    batches, requests, places = (
+        float(text.partition(f'\ndormouse_{name}_total{{function="batched"}} ')[2].partition("\n")[0]) for name in names
+    )
+    assert (places, batches <= requests <= places) == (8 * batches, True)
 
 
 def test_waiting_for_more_is_bounded_and_alone_nobody_waits(node: TestNode) -> None:

@@ -83,6 +83,9 @@ def test_a_function_has_its_secrets_and_nobody_sees_them(node: TestNode) -> None
     assert _anywhere(node, VALUE) == []
     assert node.admin.versions("f")[0]["env"] == ["MODE", "PLAIN"]
     assert node.admin.versions("f")[0]["secrets"] == ["TOKEN"]
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, 120, "metrics")
+    count = sum(each["tenant"] == "default" for each in node.admin.secrets())
+    assert f'\ndormouse_secrets{{tenant="default"}} {count}.0\n' in node.http("GET", "/metrics").body
 
 
 def test_a_secret_that_is_used_stays_and_a_new_value_comes_with_a_restart(node: TestNode) -> None:

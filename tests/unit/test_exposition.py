@@ -48,9 +48,13 @@ def counted(name: str, stats: FunctionStats = NOBODY, **more: Any) -> m.Function
 def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     up = {"router": 2, "metrics": 1}
     spans = {"exported": 7, "failed": 0, "dropped": 1}
-    return m.Scrape(
-        query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans
+    kept = m.KeptCounted(
+        builds={"ok": 3, "build_failed": 1}, environments=2, environments_nbytes=GIB, secrets={"shop": 4}
     )
+    return m.Scrape(
+        query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans,
+        kept=kept,
+    )  # fmt: skip
 
 
 def read(text: bytes) -> dict[tuple[str, ...], float]:
@@ -83,6 +87,11 @@ def held() -> m.NodeMeasures:
             resident=[(f"{name}-1", GIB), *others], peak_activation_nbytes=0, version=1, stats=stats,
         )  # fmt: skip
         core.handle(ev.LeaseOver(0, 1, done), 1.0)
+    core.handle(ev.Asked(9, "a-1", 9.0, 1, True, ev.BatchWanted(((1, 9.0), (2, 9.0), (3, 9.0)), 8, 0.0)), 1.0)
+    (lease,) = core.gpus[0].leases
+    done = msgspec.structs.replace(done, serial=lease, copied_nbytes=0, peer_nbytes=0)
+    core.handle(ev.LeaseOver(0, 1, done), 2.0)
+    core.handle(ev.Answered(9, True, 3, 3), 2.0)
     used = {"a": Used(gpu_us=1_500_000, weights=3_000), "b": NOTHING, "c": NOTHING}
     return m.unpacked(m.packed(measures(core, used, {}, NO_STORE)))
 
@@ -125,6 +134,20 @@ def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
     assert found["dormouse_process_up", "gpu1"] == 0
     assert found["dormouse_process_starts_total", "router"] == 2
     assert found[("dormouse_controller_answered",)] == 1
+
+
+def test_batches_and_what_is_kept_of_tenants() -> None:
+    text = written(scrape(counted("a"), counted("b")), held())
+    found = read(text)
+    names = ("batches", "batch_requests", "batch_places")
+    assert [found[f"dormouse_{name}_total", "a"] for name in names] == [1, 3, 8]
+    assert ("dormouse_batches_total", "b") not in found
+    assert found["dormouse_environment_builds_total", "build_failed"] == 1
+    assert (found[("dormouse_environments",)], found[("dormouse_environment_bytes",)]) == (2, GIB)
+    assert found["dormouse_secrets", "shop"] == 4
+    part = written(scrape(counted("a"), whole=False), held())
+    assert b"environment" not in part
+    assert b"secret" not in part
 
 
 def test_functions_that_nobody_asks_for_are_one() -> None:

@@ -44,7 +44,7 @@ class World:
         self.heard: list[m.Scrape] = []
         self._news = asyncio.Event()
         self.answers = self.starts = True
-        self.scrapes = Scrapes(self, self._tell)
+        self.scrapes = Scrapes(self, self._tell, lambda: m.KeptCounted(secrets={"shop": 2}))
         self.link: Link[m.RouterToMetrics, m.MetricsToRouter] | None = None
 
     async def _known(self) -> bool:
