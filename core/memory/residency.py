@@ -91,7 +91,9 @@ class Residency:
         assert not self.seated(instance), f"{instance} has a seat"
         seat = SeatedModel(self.models.by_instance.get(instance) or ModelLayout(()))
         model, pool, resident = seat.model, self.pool, self.pool.segments()
-        missing = [need for need in model.needs if need[0] not in resident]
+        missing: list[tuple[int, int]] = []
+        if not model.nbytes.keys() <= resident:
+            missing = [need for need in model.needs if need[0] not in resident]
         wake = WakePlan()
         if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
             self.seats.by_owner[instance] = seat

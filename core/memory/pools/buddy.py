@@ -8,7 +8,7 @@ eviction: what is in it goes together, its cost is the sum, and it stays while a
 dropped segment leaves in a block are lost until the block is empty.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, KeysView, Sequence
 from typing import Final
 
 from dormouse.core.freelist import aligned
@@ -142,7 +142,7 @@ class Buddy:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Collection[int]:
+    def segments(self) -> KeysView[int]:
         return self._nbytes.keys()
 
     def owner(self, segment: int) -> str | None:

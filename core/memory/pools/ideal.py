@@ -4,7 +4,7 @@ pools that plan addresses are measured against, and what a simulation has where 
 The cheapest segments per byte leave; one that the last of them made needless stays.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, KeysView, Sequence
 
 from dormouse.core.memory.pools.protocol import EvictionCost, Granule, PoolChange, PoolFull, Span
 
@@ -105,7 +105,7 @@ class Ideal:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Collection[int]:
+    def segments(self) -> KeysView[int]:
         return self._nbytes.keys()
 
     def owner(self, segment: int) -> str | None:

@@ -7,7 +7,7 @@ Addresses are given out in :mod:`dormouse.core.memory.pools.addresses`, physical
 resident neighbour touches: eviction counts what really becomes free.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, KeysView, Sequence
 from typing import Final
 
 from dormouse.core.freelist import aligned
@@ -132,7 +132,7 @@ class Pages:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Collection[int]:
+    def segments(self) -> KeysView[int]:
         return self._nbytes.keys()
 
     def owner(self, segment: int) -> str | None:

@@ -6,7 +6,7 @@ device can carry out. Offsets are in the pool's address space: memory itself for
 relative to the reservation for one of pages.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -153,7 +153,7 @@ class Pool(Protocol):
     def nbytes(self, segment: int) -> int:
         """As it was asked for. Raises KeyError."""
 
-    def segments(self) -> Collection[int]:
+    def segments(self) -> KeysView[int]:
         """All resident ones."""
 
     def owner(self, segment: int) -> str | None:

@@ -5,7 +5,7 @@ What leaves and what moves is decided in :mod:`dormouse.core.memory.pools.planni
 by whoever carries out the plan, in its order. Segments in ``fixed`` are obstacles that nothing passes.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, KeysView, Sequence
 
 from dormouse.core.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
 from dormouse.core.memory.pools.planning import MERGES, PlacementChoice, Planner
@@ -116,7 +116,7 @@ class Regions:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Collection[int]:
+    def segments(self) -> KeysView[int]:
         return self._offset.keys()
 
     def owner(self, segment: int) -> str | None:
