@@ -211,7 +211,7 @@ def settled(found: Calibration, runs: Sequence[tuple[World, Sequence[Asked], Mea
         live, told = real(part), simulated(world, found, asked, 0)
         for name, live_s, told_s in zip(live.names, live.first_s, told.first_s, strict=True):
             if np.isfinite(live_s) and np.isfinite(told_s):
-                later_s[world.bases[name]].append(live_s - told_s)
+                later_s[world.bases[name]].append(float(live_s - told_s))
     before_s = {name: found.bases[name].before_s + statistics.median(each or [0.0]) for name, each in later_s.items()}
     bases = {name: replace(base, before_s=max(0.0, before_s[name])) for name, base in found.bases.items()}
     return replace(found, bases=bases)
