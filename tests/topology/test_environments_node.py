@@ -377,7 +377,7 @@ def test_a_tenant_fills_its_own_part_alone(index: PackageIndex) -> None:
         refused = node.deploy("second", FUNCTION, requirements="large\ncolours==2.0", tenant="shop")
         assert (refused.status, refused.code) == (507, "environments_full"), refused
         assert "the libraries of tenant 'shop' would have at least " in refused.message
-        assert "may have 4,194,304 ([environments] tenant_store); remove functions" in refused.message
+        assert "may have 4.0 MiB ([environments] tenant_store); remove functions" in refused.message
         node.wait(lambda: _kept(node) == 1, WAIT_S, "what was refused to go")
         node.deployed("third", FUNCTION, requirements="large\ncolours==2.0", tenant="bank")
         assert [node.result(name, 0)[0] for name in ("first", "third")] == ["1.0", "2.0"]

@@ -42,27 +42,8 @@ def test_n4_a_node_starts_without_the_libraries_that_do_not_import(node: TestNod
         assert f'"library": "{name}"' in log or f'"library":"{name}"' in log, log
 
 
-FLAGS = """
-import re
-def load(): pass
-def handle(state, request: str):
-    with open("/proc/self/smaps") as file:
-        for part in re.split("(?m)^(?=[0-9a-f]+-)", file.read()):
-            start, end = (int(bound, 16) for bound in part.split(" ", 1)[0].split("-")) if part else (0, 0)
-            if start <= id(request) < end:
-                return part.split("VmFlags:")[1].split()
-"""
-
-
-def test_the_value_of_a_large_body_asks_for_huge_pages(node: TestNode) -> None:
-    if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("this kernel asks nobody whether it may use huge pages")
-    node.deployed("flags", FLAGS)
-    assert "hg" in node.result("flags", "x" * (8 << 20))
-
-
 ATTACKS = r"""
-import ctypes, errno, mmap, os, signal, socket, threading, time
+import ctypes, errno, mmap, os, re, signal, socket, threading, time
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -110,6 +91,13 @@ def handle(state, request):
             import getpass, pwd
             entry = pwd.getpwuid(os.getuid())
             return [os.getpid(), os.getuid(), entry.pw_name, entry.pw_dir, os.path.expanduser("~"), getpass.getuser()]
+        case {"large": value}:
+            with open("/proc/self/smaps") as file:
+                mappings = re.split("(?m)^(?=[0-9a-f]+-)", file.read())[1:]
+            for mapping in mappings:
+                start, end = (int(bound, 16) for bound in mapping.split(" ", 1)[0].split("-"))
+                if start <= id(value) < end:
+                    return mapping.split("VmFlags:")[1].split()
         case "processes":
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
             return {pid: said(lambda: os.readlink(f"/proc/{pid}/root")) for pid in pids}
@@ -183,6 +171,12 @@ def breaks(node: TestNode, request: str, setting: str) -> None:
     assert f"([sandbox] {setting})" in answer.message, answer
     assert node.result("attacker", "who")[2] == "dormouse"
     assert node.result("neighbour", {}) == before  # made at its load: the same instance
+
+
+def test_the_value_of_a_large_body_asks_for_huge_pages(attack: TestNode) -> None:
+    if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel asks nobody whether it may use huge pages")
+    assert "hg" in attack.result("attacker", {"large": "x" * (8 << 20)})
 
 
 def test_d12_denied_calls_in_a_real_instance(attack: TestNode) -> None:

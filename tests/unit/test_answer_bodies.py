@@ -81,7 +81,7 @@ def test_a_picture_goes_as_the_function_says() -> None:
         ((Image.new("1", (16384, 1)), "image/webp"), "convert it first"),
         (Image.new("F", (1, 1)), "convert it first"),
         (Image.new("RGB", (0, 0)), "convert it first"),
-        (b"x" * (LIMIT + 1), "at most 1048576 fit"),
+        (b"x" * (LIMIT + 1), "returned 1,048,577 bytes; at most 1,048,576 bytes fit"),
         (object(), "not JSON"),
     ],
 )

@@ -54,7 +54,7 @@ def test_encode(value: object, json: str) -> None:
         ({"loss": torch.tensor(1.0)}, ".item()"),
         ({1, 2}, "type set"),
         (object(), "type object"),
-        ("x" * 2000, "at most 1000"),
+        ("x" * 2000, "returned 2.0 KiB of JSON; at most 1.0 KiB fit"),
         ("\ud800", "not JSON"),
         (levels(300, "\ud800"), "not JSON"),
         ({math.nan: 1}, "NaN"),
