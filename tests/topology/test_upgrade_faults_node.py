@@ -14,8 +14,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,19 @@ def test_a_disk_that_is_full_as_the_node_goes_over_leaves_the_old_one(
         assert not (node.state / "before").exists()
 
 
+@contextmanager
+def heir_with(folder: Path, code: str) -> Iterator[None]:
+    """A new node's supervisor runs this code before its own."""
+    (folder / "sitecustomize.py").write_text(code)
+    python = folder / "python"
+    path = f"{folder}${{PYTHONPATH:+:$PYTHONPATH}}"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(python))
+        yield
+
+
 NOT_READY = """
 import pathlib, sys
 if "--succeed" in sys.orig_argv:
@@ -264,7 +278,7 @@ if "--succeed" in sys.orig_argv:
 
 @pytest.mark.parametrize("migrates", [False, True])
 def test_a_new_node_that_cannot_say_that_it_is_ready_leaves_the_old_one_its_directories(
-    migrates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    migrates: bool, tmp_path: Path
 ) -> None:
     """All of its processes are up by then, and the old ones have ended."""
     with running_node(CONFIG) as node:
@@ -274,15 +288,9 @@ def test_a_new_node_that_cannot_say_that_it_is_ready_leaves_the_old_one_its_dire
         if migrates:
             file.write_text(OLD)
         found = file.read_text()
-        (tmp_path / "sitecustomize.py").write_text(NOT_READY)
-        python = tmp_path / "python"
-        path = f"{tmp_path}${{PYTHONPATH:+:$PYTHONPATH}}"
-        python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, "executable", str(python))
-            with pytest.raises(ProcessFailed, match=r"goes on, .*cannot be written \(.*No space left.*\); free space"):
-                ask(node, lambda _: None)
+        says = r"goes on, .*cannot be written \(.*No space left.*\); free space"
+        with heir_with(tmp_path, NOT_READY), pytest.raises(ProcessFailed, match=says):
+            ask(node, lambda _: None)
         assert node.process is old
         node.wait(lambda: answers(node), 120, "answers")
         assert file.read_text() == found
@@ -320,24 +328,16 @@ if "--succeed" in sys.orig_argv:
 
 
 @pytest.mark.parametrize("said", [False, True], ids=["before it says that it serves", "before that is heard"])
-def test_a_new_node_that_is_killed_when_it_serves_leaves_the_old_one(
-    said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_node_that_is_killed_when_it_serves_leaves_the_old_one(said: bool, tmp_path: Path) -> None:
     """It has migrated the state directory, of which the old one makes nothing."""
     with running_node(CONFIG) as node:
         node.deployed("f", FUNCTION)
         assert node.process is not None
         old, file = node.process, node.state / "version"
         file.write_text(OLD)
-        (tmp_path / "sitecustomize.py").write_text(KILLED % said)
-        python = tmp_path / "python"
-        path = f"{tmp_path}${{PYTHONPATH:+:$PYTHONPATH}}"
-        python.write_text(f'#!/bin/sh\nexport PYTHONPATH={path}\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, "executable", str(python))
-            with pytest.raises(ProcessFailed):  # or who asks sees that the old one is stopped
-                ask(node, lambda _: None)
+        # its text says why, or that the old one is stopped
+        with heir_with(tmp_path, KILLED % said), pytest.raises(ProcessFailed):
+            ask(node, lambda _: None)
         node.wait(lambda: "migration_undone" in node.logs(1 << 20), 120, "the old node to go on")
         node.wait(lambda: answers(node), 120, "answers")
         assert node.process is old
