@@ -113,9 +113,9 @@ def _described(error: BaseException, where: str) -> str:
 
 def _strip(summary: traceback.TracebackException) -> None:
     """Of it, and of all that led to it: there may be thousands, and each is there once, also of those in a circle."""
-    todo = [summary]
-    while todo:
-        each = todo.pop()
+    left = [summary]
+    while left:
+        each = left.pop()
         kept = [frame for frame in each.stack if not frame.filename.startswith(_OURS)]
         each.stack = traceback.StackSummary.from_list(kept)
-        todo += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other is not None]
+        left += [other for other in (each.__cause__, each.__context__, *(each.exceptions or ())) if other is not None]
