@@ -1,4 +1,6 @@
-"""How sizes and durations are told to people: pure. What is written by people is read by `config`."""
+"""How sizes, durations and ends of processes are told to people: pure. What people write is read by `config`."""
+
+import signal
 
 
 def size(nbytes: int | None) -> str:
@@ -34,3 +36,15 @@ def duration(ms: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of real time
+        return f"signal {number}"
+
+
+def ended(status: int) -> str:
+    """What has become of a process with this exit status, negative for a signal's number."""
+    return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"

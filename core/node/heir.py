@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, assert_never
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
 from dormouse.core.node import succession as e
 from dormouse.core.node.children import sink
+from dormouse.core.quantities import ended
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -125,7 +126,7 @@ class HeirProcess:
         try:
             return str(json.loads(lines[-1])["message"])
         except (IndexError, ValueError, KeyError, TypeError):
-            return "\n".join(lines[-5:]) or f"it ended with status {status} and said nothing"
+            return "\n".join(lines[-5:]) or f"it {ended(status)} and said nothing"
 
     def leave(self) -> None:
         """It is on its own now."""

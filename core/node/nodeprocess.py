@@ -20,6 +20,7 @@ from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import procfs
 from dormouse.core.nodefile import load_config, named_config
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.quantities import ended
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import (
     ConfigError,
@@ -224,7 +225,7 @@ def _reason(status: int, text: str) -> DormouseError:
         said = json.loads(lines[-1])
         message = str(said["message"])
     except (IndexError, ValueError, KeyError, TypeError):
-        message = "\n".join(lines[-5:]) or f"the supervisor ended with status {status} and said nothing"
+        message = "\n".join(lines[-5:]) or f"the supervisor {ended(status)} and said nothing"
     kind = {2: ConfigError, 5: Unsafe}.get(status, ProcessFailed)
     return kind(message)
 

@@ -31,6 +31,7 @@ from dormouse.core.node.registry import Registry
 from dormouse.core.node.roles import ALONE, kind
 from dormouse.core.node.succession import ChildLost, RouterLeft, Stopped
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.quantities import ended
 from dormouse.core.sandbox.world import ZYGOTE
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
@@ -298,7 +299,7 @@ class Supervisor:
         if self._registry.fewer_libraries(child.role) and self._phase.starts_roles:
             self._start(child.role)
             return
-        why = child.failure or f"status {status}: {child.last_words().strip()}"
+        why = child.failure or ": ".join(filter(None, (f"it {ended(status)}", child.last_words().strip())))
         self._lost(child.role, why, ready=child.ready, blamed=self._registry.blame(child, status))
 
     def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False) -> None:

@@ -5,13 +5,13 @@ it has lived for a while.
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import close_all
 from dormouse.core.paths import RunPaths
+from dormouse.core.quantities import signal_name
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
@@ -74,7 +74,7 @@ class PlainZygote:
     def signal(self, name: str, number: int) -> None:
         if (waiting := self._waiting.pop(name, None)) is not None:
             close_all(waiting[1])
-            self._gone(waiting[0], f"was killed by {signal.Signals(number).name}")
+            self._gone(waiting[0], f"was killed by {signal_name(number)}")
         else:
             self._link.post(m.Signal(instance=name, signal=number))
 

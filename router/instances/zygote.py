@@ -1,12 +1,12 @@
 """The router's connection to a zygote: what it is told, and what it says as events. Decides nothing."""
 
-import signal
 from collections.abc import Callable
 from typing import Any, assert_never
 
 from dormouse.core.config import SandboxSection
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
+from dormouse.core.quantities import signal_name
 from dormouse.core.sandbox.world import ZYGOTE
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
@@ -78,7 +78,7 @@ class ZygoteLink:
                 met = self._sandbox.limit("memory")
                 self._dispatch(e.InstanceExited(name, f"was ended at its {met}", failures.limit_exceeded(met)))
             case m.Exited(instance=name, status=status):
-                how = f"exited with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+                how = f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
                 self._dispatch(e.InstanceExited(name, how))
             case m.ForkFailed(instance=name, text=text):
                 self._dispatch(e.InstanceExited(name, f"could not be forked: {text}"))
@@ -98,10 +98,3 @@ class ZygoteLink:
         """The same, and it may be connected to again."""
         self.close()
         self._poster, self.warm, self._epoch = None, False, 0
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -99,7 +99,7 @@ def test_a_new_node_that_dies_leaves_the_old_one_at_work(stage: str) -> None:
 
         with loaded(node, sums, next(iter(sums.items())), rate_s=10, lanes=4) as load:
             node.wait(lambda: len(load.took_s) > 10, 120, "some load")
-            with pytest.raises(ProcessFailed, match="goes on, and was not replaced: it ended with status -9"):
+            with pytest.raises(ProcessFailed, match="goes on, and was not replaced: it was ended by SIGKILL"):
                 node.replace(told=die)
             node.wait(lambda: _answer(node, sums), 120, "answers")
         assert node.process is old

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dormouse.core.quantities import duration, size, sizes
+from dormouse.core.quantities import duration, ended, size, sizes
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,9 @@ def test_sizes_that_are_compared_differ_if_they_do() -> None:
     assert sizes((1 << 30) + 512, 1 << 30) == ("1,073,742,336 bytes", "1,073,741,824 bytes")
     assert sizes(5, 5) == ("5 B", "5 B")
     assert (size(-2048), size(None)) == ("-2.0 KiB", "-")
+
+
+def test_ends_of_processes() -> None:
+    assert ended(-9) == "was ended by SIGKILL"
+    assert ended(-40) == "was ended by signal 40"
+    assert ended(3) == "ended with status 3"
