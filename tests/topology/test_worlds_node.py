@@ -56,7 +56,8 @@ def test_a_node_serves_functions_whatever_becomes_of_other_worlds(node: TestNode
         "its interpreter /no/such/python cannot be started (No such file or directory); install it there, or name "
         "another ([sandbox] python is that of functions)"
     )
-    assert ready["down"]["zygote.poor"].startswith("status 1: dormouse: the world 'poor' needs world_of_none, which ")
+    says = "it ended with status 1: dormouse: the world 'poor' needs world_of_none, which "
+    assert ready["down"]["zygote.poor"].startswith(says)
     assert ready["down"]["zygote.poor"].endswith("install it there, or have that world name another interpreter")
     assert node.status()["node"]["down"].keys() == ready["down"].keys()
     node.deployed("echo", ECHO)
