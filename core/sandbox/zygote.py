@@ -249,6 +249,7 @@ def main() -> int:
     entry = preload.import_world(world, warming)
     seen = gather()  # once more: what was imported lies somewhere, and may have changed sys.path
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
+    gc.collect()  # of no object: it empties the free lists of types, whose pages the first one of a child would copy
     server = ForkServer(level, seen, place, groups, config.sandbox, entry)
     Zygote(paths.zygote(arguments.epoch, world.role), server, ready_fd).run()
     if groups is not None:

@@ -43,6 +43,7 @@ def main() -> int:
     else:
         kernels.load()  # built, if it must be, before the first runtime waits for it
     gc.freeze()  # a collection in a child would copy every page that holds an object
+    gc.collect()  # empties the free lists of types, whose pages the first collection of a child would copy
     executor: PacketSocket[m.ToRuntimeZygote, m.FromRuntimeZygote] = PacketSocket(
         socket.socket(fileno=int(sys.argv[1])), m.ToRuntimeZygote
     )
