@@ -48,6 +48,7 @@ def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used
         batches=counts.batches,
         batch_requests=counts.batch_requests,
         batch_places=counts.batch_places,
+        batches_failed=counts.batches_failed,
     )
 
 

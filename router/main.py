@@ -131,6 +131,7 @@ class Router(Actor):
             environments=environments.count,
             environments_nbytes=environments.nbytes,
             secrets=self._vault.counts(),
+            disk_free_nbytes=-1 if (free_nbytes := self.disk_free_nbytes) is None else free_nbytes,
         )
 
     # --- life

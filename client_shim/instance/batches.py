@@ -155,6 +155,7 @@ class Batches:
             failed = self._failed(error)
         if alone is not None or failed.code in LOST:
             return [failed] * len(good)
+        print(report.together(len(good), failed.text), file=sys.stderr, flush=True)
         each_alone = [self._called([each])[0] for each in good]
         self._together = 0  # in calls of their own
         return each_alone

@@ -94,7 +94,16 @@ def record(request: CurrentRequest, text: str) -> str:
     """The failure of a request, as the function's log has it: indented, so that all of it is one record of the log
     (core/logrecords.py), whatever lines the exception's own text has.
     """
-    return f"dormouse: {request} failed\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    return f"dormouse: {request} failed\n{_indented(text)}"
+
+
+def together(count: int, text: str) -> str:
+    """The same for a batch that failed, of which no request may."""
+    return f"dormouse: a batch of {count} failed; each of its requests is tried alone\n{_indented(text)}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _described(error: BaseException, where: str) -> str:

@@ -107,6 +107,7 @@ class FunctionCounts:
     batches: int = 0  # leases for several requests at once
     batch_requests: int = 0  # that they have served
     batch_places: int = 0  # that they had for such
+    batches_failed: int = 0  # of several requests, none of which had a call with others that came through
     last_wake: LastWake | None = None
     last_eviction: LastEviction | None = None
 

@@ -280,6 +280,7 @@ class Inventory:
             function.computed(together, ended.hold_s)
         if taken and function.batches is not None:
             function.counts.batches += 1
+            function.counts.batches_failed += taken > 1 and not together
             function.counts.batch_requests += taken
             function.counts.batch_places += max(taken, function.batches.most)
         waiting.size = min(waiting.size, taken)

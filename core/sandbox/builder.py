@@ -147,7 +147,7 @@ class _Pip:
         broken = re.search(r"after connection broken by .*?(\[Errno [^\]]*\] [^'\")]*)", said)
         if none and broken is not None:
             text = f"the package index cannot be reached ({broken[1]}); [environments] index in the node file names it"
-            return BuildFailed("unsolvable", text)
+            return BuildFailed("index_unreachable", text)
         if missing is not None and none and not self._order.sources and self._has_sources(missing[1]):
             text = (
                 f"{missing[1]} has no wheel for Python {sys.version_info[0]}.{sys.version_info[1]} on this machine, "

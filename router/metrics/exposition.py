@@ -24,6 +24,18 @@ IDLE_S: Final = 3600.0
 IDLE: Final = "(idle)"
 """In the place of a name; no function can be called so."""
 
+NODES_FAULT: Final = (
+    "build_failed",
+    "build_timed_out",
+    "disk_full",
+    "environments_full",
+    "index_unreachable",
+    "no_pip",
+)
+"""Outcomes of builds that whoever runs the node can mend. They are written before there is one: who looks for growth
+does not see the first of a series that was not there.
+"""
+
 _ENDS: Final = (*(format(bound, "g") for bound in m.BOUNDS_S), "+Inf")
 
 
@@ -137,6 +149,7 @@ def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]
     batches = _counter("batches", "Leases for several requests at once", "function")
     batched = _counter("batch_requests", "Requests that were served in batches", "function")
     places = _counter("batch_places", "Places that these batches had for requests", "function")
+    failed = _counter("batches_failed", "Of them, those whose requests were tried one by one", "function")
     leases = _counter("leases", "Times that a function had a GPU", "function")
     gpu_s = _counter("gpu_seconds", "Time that GPUs have computed, as metered", "function")
     byte_s = _counter("memory_byte_seconds", "Bytes times seconds, by what they are, as metered", "function", "kind")
@@ -163,13 +176,14 @@ def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]
             batches.add_metric([name], each.batches)
             batched.add_metric([name], each.batch_requests)
             places.add_metric([name], each.batch_places)
+            failed.add_metric([name], each.batches_failed)
         gpu_s.add_metric([name], each.used.get("gpu_us", 0) / 1e6)
         for kind in ("weights", "kv", "activations", "adapter", "host"):
             if used := each.used.get(kind, 0):
                 byte_s.add_metric([name, kind], used / 1000)
     for number, nbytes in idle.items():
         resident.add_metric([IDLE, str(number)], nbytes)
-    yield from (wakes, spent, copied, evictions, leases, batches, batched, places, gpu_s, byte_s, resident)
+    yield from (wakes, spent, copied, evictions, leases, batches, batched, places, failed, gpu_s, byte_s, resident)
 
 
 def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
@@ -200,7 +214,9 @@ def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
             budget.add_metric([kind], most)
     waiting = _gauge("gpu_requests_waiting", "Requests that wait for a GPU")
     waiting.add_metric([], held.waiting)
-    yield from (host, budget, waiting)
+    trouble = _gauge("store_trouble", "1: models should be in files and are not; `dormouse status` says why")
+    trouble.add_metric([], bool(store.trouble))
+    yield from (host, budget, waiting, trouble)
 
 
 def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
@@ -222,7 +238,7 @@ def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
 
 def _kept(kept: m.KeptCounted) -> Iterator[Metric]:
     builds = _counter("environment_builds", "Builds of functions' libraries: ok, or an error's code", "outcome")
-    for outcome, count in kept.builds.items():
+    for outcome, count in (dict.fromkeys(NODES_FAULT, 0) | kept.builds).items():
         builds.add_metric([outcome], count)
     there = _gauge("environments", "Environments of functions' libraries")
     there.add_metric([], kept.environments)
@@ -231,4 +247,7 @@ def _kept(kept: m.KeptCounted) -> Iterator[Metric]:
     secrets = _gauge("secrets", "Secrets that are kept", ["tenant"])
     for tenant, count in kept.secrets.items():
         secrets.add_metric([tenant], count)
-    yield from (builds, there, nbytes, secrets)
+    disk = _gauge("disk_free_bytes", "Room on the disk of the state directory")
+    if kept.disk_free_nbytes >= 0:
+        disk.add_metric([], kept.disk_free_nbytes)
+    yield from (builds, there, nbytes, secrets, disk)

@@ -68,7 +68,7 @@ class WakesCounted(Message, frozen=True, kw_only=True):
 class FunctionMeasures(Message, frozen=True, kw_only=True):
     """What the controller knows of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
     since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind. ``batches`` have served
-    so many requests, of as many as they had places for.
+    so many requests, of as many as they had places for; if one of them failed, its requests were tried alone.
     """
 
     name: str
@@ -80,6 +80,7 @@ class FunctionMeasures(Message, frozen=True, kw_only=True):
     batches: int = 0
     batch_requests: int = 0
     batch_places: int = 0
+    batches_failed: int = 0
 
 
 class GpuMeasures(Message, frozen=True, kw_only=True):
@@ -102,13 +103,14 @@ class NodeMeasures(Message, frozen=True, kw_only=True):
 
 class KeptCounted(Message, frozen=True, kw_only=True):
     """What the router keeps of tenants: environments, and their ``builds`` by "ok" or an error's code; secrets by
-    tenant.
+    tenant; and room on the disk for more, -1 if that cannot be found out.
     """
 
     builds: dict[str, int] = {}
     environments: int = 0
     environments_nbytes: int = 0
     secrets: dict[str, int] = {}
+    disk_free_nbytes: int = -1
 
 
 class Scrape(Message, frozen=True, kw_only=True, tag=1):

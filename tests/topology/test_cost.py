@@ -193,6 +193,7 @@ def test_metrics(node: TestNode) -> None:
     assert found["dormouse_gpu_seconds_total", "one"] > 0
     assert found["dormouse_time_to_first_token_seconds_count", "two"] == 1
     assert found["dormouse_process_up", "metrics"] == 1
+    assert found["dormouse_disk_free_bytes",] > 1 << 20
     status, packed = scraped(node, **keys["all"], **{"Accept-Encoding": "gzip"})
     assert status == 200
     assert packed["dormouse_requests_total", "one", "ok"] == 1

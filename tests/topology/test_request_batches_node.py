@@ -100,6 +100,8 @@ def test_a_batch_that_fails_is_tried_one_by_one(node: TestNode, do: str, words: 
     assert [answer.status for answer in answers] == [200, 500, 200]
     assert [answers[0].body, answers[2].body] == [4.0, 12.0]
     assert words in answers[1].message
+    said = node.log_of("batched").partition("dormouse: a batch of 3 failed; each of its requests is tried alone\n  ")[2]
+    assert words in said
 
 
 def test_a_request_that_is_wrong_is_in_no_batch(node: TestNode) -> None:
@@ -117,17 +119,38 @@ def test_a_wrong_number_of_results_is_the_functions_mistake(node: TestNode) -> N
     assert "0 results for 1 requests" in answer.message
 
 
+def counted(node: TestNode, *names: str) -> list[float]:
+    """Of the function, by one scrape that has the controller's part."""
+    found: list[float] = []
+
+    def there() -> bool:
+        answer = node.http("GET", "/metrics")
+        if answer.status != 200 or "\ndormouse_controller_answered 1" not in answer.body:
+            return False
+        keys = (f'\ndormouse_{name}_total{{function="batched"}} ' for name in names)
+        found[:] = (float(answer.body.partition(key)[2].partition("\n")[0] or 0) for key in keys)
+        return True
+
+    node.wait(there, 120, "metrics")
+    return found
+
+
 def test_many_clients_are_batched_and_all_are_right(node: TestNode) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda n: ask(node, n).body, range(200))) == [4.0 * n for n in range(200)]
     assert max(ask(node, 1, "sizes").body) <= 8
-    node.wait(lambda: node.http("GET", "/metrics").status == 200, 120, "metrics")
-    text = node.http("GET", "/metrics").body
-    names = "batches", "batch_requests", "batch_places"
-    batches, requests, places = (
-        float(text.partition(f'\ndormouse_{name}_total{{function="batched"}} ')[2].partition("\n")[0]) for name in names
-    )
-    assert (places, batches <= requests <= places) == (8 * batches, True)
+    batches, requests, places = counted(node, "batches", "batch_requests", "batch_places")
+    assert (places, 0 < batches <= requests <= places) == (8 * batches, True)
+
+
+def test_batches_that_fail_are_counted(node: TestNode) -> None:
+    batches, failed = counted(node, "batches", "batches_failed")
+    behind_a_gate(node, "counted", (1, ""), (2, "fail the batch"), (3, ""))
+    behind_a_gate(node, "not-counted", (1, ""), (2, "own"), (3, ""))
+    ask(node, 1, "fail the batch")  # alone
+    # One of a test before may be counted only now.
+    node.wait(lambda: counted(node, "batches")[0] >= batches + 5, 120, "batches to be counted")
+    assert counted(node, "batches_failed") == [failed + 1]
 
 
 def test_waiting_for_more_is_bounded_and_alone_nobody_waits(node: TestNode) -> None:

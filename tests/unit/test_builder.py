@@ -14,7 +14,7 @@ def test_an_index_that_cannot_be_reached_is_no_fault_of_the_requirements() -> No
         with pytest.raises(BuildFailed) as raised:
             pip.run("install", "--dry-run", "emoji==2.15.0")
     assert (raised.value.code, str(raised.value)) == (
-        "unsolvable",
+        "index_unreachable",
         "the package index cannot be reached ([Errno 111] Connection refused); [environments] index in the node file "
         "names it",
     )

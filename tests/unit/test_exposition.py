@@ -19,9 +19,10 @@ from dormouse.controller.measures import measures
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE
+from dormouse.core.problems import LEAST_DISK_NBYTES
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
-from dormouse.router.metrics.exposition import IDLE_S, written
+from dormouse.router.metrics.exposition import IDLE_S, NODES_FAULT, written
 from dormouse.schemas import messages as m
 from dormouse.schemas.policy import DEFAULT
 
@@ -49,7 +50,11 @@ def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     up = {"router": 2, "metrics": 1}
     spans = {"exported": 7, "failed": 0, "dropped": 1}
     kept = m.KeptCounted(
-        builds={"ok": 3, "build_failed": 1}, environments=2, environments_nbytes=GIB, secrets={"shop": 4}
+        builds={"ok": 3, "build_failed": 1},
+        environments=2,
+        environments_nbytes=GIB,
+        secrets={"shop": 4},
+        disk_free_nbytes=5,
     )
     return m.Scrape(
         query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans,
@@ -92,6 +97,10 @@ def held() -> m.NodeMeasures:
     done = msgspec.structs.replace(done, serial=lease, copied_nbytes=0, peer_nbytes=0)
     core.handle(ev.LeaseOver(0, 1, done), 2.0)
     core.handle(ev.Answered(9, True, 3, 3), 2.0)
+    core.handle(ev.Asked(10, "a-1", 9.0, 1, True, ev.BatchWanted(((4, 9.0), (5, 9.0), (6, 9.0)), 8, 0.0)), 2.0)
+    (lease,) = core.gpus[0].leases
+    core.handle(ev.LeaseOver(0, 1, msgspec.structs.replace(done, serial=lease)), 3.0)
+    core.handle(ev.Answered(10, True, 3, 0), 3.0)
     used = {"a": Used(gpu_us=1_500_000, weights=3_000), "b": NOTHING, "c": NOTHING}
     return m.unpacked(m.packed(measures(core, used, {}, NO_STORE)))
 
@@ -139,15 +148,24 @@ def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
 def test_batches_and_what_is_kept_of_tenants() -> None:
     text = written(scrape(counted("a"), counted("b")), held())
     found = read(text)
-    names = ("batches", "batch_requests", "batch_places")
-    assert [found[f"dormouse_{name}_total", "a"] for name in names] == [1, 3, 8]
+    names = ("batches", "batch_requests", "batch_places", "batches_failed")
+    assert [found[f"dormouse_{name}_total", "a"] for name in names] == [2, 6, 16, 1]
     assert ("dormouse_batches_total", "b") not in found
     assert found["dormouse_environment_builds_total", "build_failed"] == 1
+    assert [found["dormouse_environment_builds_total", each] for each in NODES_FAULT] == [1, 0, 0, 0, 0, 0]
+    assert found[("dormouse_disk_free_bytes",)] == 5
+    assert found[("dormouse_store_trouble",)] == 0
     assert (found[("dormouse_environments",)], found[("dormouse_environment_bytes",)]) == (2, GIB)
     assert found["dormouse_secrets", "shop"] == 4
     part = written(scrape(counted("a"), whole=False), held())
     assert b"environment" not in part
     assert b"secret" not in part
+    assert b"dormouse_disk" not in part
+
+
+def test_a_store_in_trouble() -> None:
+    store = msgspec.structs.replace(NO_STORE, trouble="the disk is full")
+    assert read(written(scrape(), msgspec.structs.replace(held(), store=store)))[("dormouse_store_trouble",)] == 1
 
 
 def test_functions_that_nobody_asks_for_are_one() -> None:
@@ -211,18 +229,21 @@ TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
 SPEC = m.FunctionSpec(name="f", version=1, snapshot="s", entry="f.py")
 
 
-def names_in(query: str) -> set[str]:
-    """The metrics of a query, which Prometheus would take. Raises ValueError."""
-    found: set[str] = set()
+def asked_in(query: str) -> dict[str, set[str]]:
+    """The labels that a query, which Prometheus would take, wants of each of its metrics. Raises ValueError."""
+    found: dict[str, set[str]] = {}
 
-    def look(node: Any) -> None:
+    def look(node: Any, wanted: frozenset[str] = frozenset()) -> None:
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            assert str(node.modifier).startswith("by"), query
+            wanted = frozenset(node.modifier.labels)
         if isinstance(node, promql_parser.VectorSelector):
-            found.add(str(node.name))
+            found.setdefault(str(node.name), set()).update(wanted, (each.name for each in node.matchers.matchers))
         for part in ("expr", "lhs", "rhs", "vector_selector", "param"):
             if (inner := getattr(node, part, None)) is not None:
-                look(inner)
+                look(inner, wanted)
         for argument in getattr(node, "args", None) or ():
-            look(argument)
+            look(argument, wanted)
 
     look(promql_parser.parse(query.replace("$__rate_interval", "1m")))
     return found
@@ -238,6 +259,12 @@ def all_there_is() -> bytes:
     return written(scrape(counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True), counted("b")), node)
 
 
+def labels_of(text: bytes) -> dict[str, set[str]]:
+    """By a sample's name."""
+    families = text_string_to_metric_families(text.decode())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
 def families(names: Iterable[str]) -> set[str]:
     """Without the ends that the samples of one metric have."""
     return {re.sub(f"({'|'.join(SUFFIXES)})$", "", name) for name in names}
@@ -245,13 +272,17 @@ def families(names: Iterable[str]) -> set[str]:
 
 def test_the_dashboard_and_the_alerts_ask_for_what_there_is() -> None:
     """All of it: each query can be read, each metric but Prometheus's own is written, and each that is has a panel."""
-    there = {key[0] for key in read(all_there_is())}
+    text = all_there_is()
+    there = {key[0] for key in read(text)}
     panels = json.loads((DOCS / "dashboard.json").read_text())["panels"]
-    shown = set().union(*(names_in(target["expr"]) for panel in panels for target in panel["targets"]))
+    shows = [asked_in(target["expr"]) for panel in panels for target in panel["targets"]]
     rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
-    asked = shown.union(*(names_in(rule["expr"]) for rule in rules))
-    assert asked - there == {"up"}
-    assert families(there) - families(shown) == set()
+    queries = [*shows, *(asked_in(rule["expr"]) for rule in rules)]
+    assert set().union(*queries) - there == {"up"}
+    assert families(there) - families(set().union(*shows)) == set()
+    labels = labels_of(text)
+    for name, wanted in (item for query in queries for item in query.items() if item[0] != "up"):
+        assert wanted - labels[name] <= {"instance"}, (name, "Prometheus adds this one")
     assert {name.removeprefix("dormouse_") for name in there if not name.endswith(SUFFIXES)} <= documented()
 
 
@@ -291,6 +322,16 @@ def test_the_alert_about_errors_leaves_out_what_status_does() -> None:
     assert re.findall(r'outcome!~"([^"]+)"', errors) == ["|".join(NO_ERRORS)]
 
 
+def test_the_alerts_about_builds_and_the_disk_know_what_the_node_says() -> None:
+    rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
+    by_name = {rule["alert"]: rule["expr"] for rule in rules}
+    assert re.findall(r'outcome=~"([^"]+)"', by_name["DormouseBuildsFail"]) == ["|".join(NODES_FAULT)]
+    assert by_name["DormouseDisk"] == f"dormouse_disk_free_bytes < {LEAST_DISK_NBYTES}"
+    where = [*(ROOT / "router" / "admin").glob("environment*.py"), ROOT / "core" / "sandbox" / "builder.py"]
+    source = "".join(path.read_text() for path in where)
+    assert [code for code in NODES_FAULT if f'"{code}"' not in source] == []
+
+
 def test_each_alert_has_a_test_for_promtool() -> None:
     rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
     tried = yaml.safe_load((DOCS.parents[1] / "tests" / "alerts.yml").read_text())["tests"]
@@ -298,7 +339,8 @@ def test_each_alert_has_a_test_for_promtool() -> None:
     assert expected == {rule["alert"] for rule in rules}
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "metrics"
 SUFFIXES = ("_bucket", "_count", "_sum", "_created")
 
 
