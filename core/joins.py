@@ -50,28 +50,27 @@ def _able(_: Joining) -> bool:
 
 
 class JoinQueue(Generic[S]):
-    """See the module."""
+    """See the module. ``count`` of them wait."""
 
     def __init__(self) -> None:
         self._again: deque[S] = deque()  # preempted, the next one first
         self._lines: dict[int, list[_Place]] = {}  # by owner, ascending
         self._at: dict[_Place, S] = {}
         self._places: dict[S, tuple[int, _Place]] = {}  # with whose line it is in
-        self._count = 0  # that have ever come
+        self.count = 0
+        self._came = 0  # ever
         self._passed = 0  # late ones, by so many
 
     def __len__(self) -> int:
-        return len(self._again) + len(self._places)
-
-    def __bool__(self) -> bool:
-        return bool(self._places) or bool(self._again)
+        return self.count
 
     def __iter__(self) -> Iterator[S]:
         return chain(self._again, self._places)
 
     def add(self, sequence: S, latest_s: float = IN_TURN) -> None:
-        self._count += 1
-        self._put(sequence, (latest_s, self._count))
+        self._came += 1
+        self.count += 1
+        self._put(sequence, (latest_s, self._came))
 
     def move(self, sequence: S, latest_s: float) -> None:
         """It has to begin at another time, as is known now."""
@@ -81,6 +80,7 @@ class JoinQueue(Generic[S]):
 
     def again(self, sequence: S) -> None:
         """It was preempted."""
+        self.count += 1
         self._again.appendleft(sequence)
 
     def remove(self, sequence: S) -> None:
@@ -88,6 +88,7 @@ class JoinQueue(Generic[S]):
             self._drop(sequence)
         else:
             self._again.remove(sequence)
+        self.count -= 1
 
     def begins(self, sequence: S, now_s: float) -> None:
         """It is not one of them any more."""

@@ -150,9 +150,11 @@ class ExposedTime(Ranked):
         exposed_s = LEAST * copy_s
         if copy_s > best_s:
             exposed_s += copy_s - best_s
-        time_s = max(LEAST_TIME_S, function.deadline_s - best_s)
-        cost = max(LEAST_COST, function.sensitivity * exposed_s * exposed_s / time_s)
-        return log2(cost / (model.nbytes or 1))
+        time_s = function.deadline_s - best_s
+        if time_s < LEAST_TIME_S:
+            time_s = LEAST_TIME_S
+        cost = function.sensitivity * exposed_s * exposed_s / time_s
+        return log2((cost if cost > LEAST_COST else LEAST_COST) / (model.nbytes or 1))
 
     def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
         worth = super().per_byte(models, gpu)

@@ -19,6 +19,7 @@ from dormouse.controller.scheduling.margins import due_of
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.turns import FreeTurns
+from dormouse.schemas.messages import StepsDue
 
 MAX_OVER: Final = 64
 """Leases without a command of whose end an executor is not told yet."""
@@ -86,9 +87,12 @@ class GrantedLeases:
         if running is None:
             if event.serial in gpu.over:
                 self.tell_over(gpu, actions)
-        elif not isinstance(event, TurnWanted):
-            running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
-            running.rests = running.idle and isinstance(event, TurnIdle) and event.rests
+        elif type(event) is TurnWanted:
+            if running.turn_s is None and running.revoked_until_s is None:
+                self._wanted(gpu, running, event.due, now_s)
+        else:
+            running.idle = running.turn_s is not None and type(event) is TurnIdle
+            running.rests = running.idle and type(event) is TurnIdle and event.rests
             if running.wakes and running.idle:
                 running.wakes, gpu.woken_s = False, now_s
             if running.cold and running.idle:
@@ -98,16 +102,19 @@ class GrantedLeases:
             self._turns.changed(gpu)
             if running.idle:
                 self._queue.let_go(gpu, now_s)
-        elif running.turn_s is None and running.revoked_until_s is None:
-            waiting = running.waiting
-            if event.due is not None:
-                running.due = due_of(gpu, running, event.due, now_s)
-            if waiting.live:
-                return
-            if running.due is not None:  # it wants a turn as a request that comes now would
-                waiting.arrived_s, waiting.deadline_s = now_s, now_s + waiting.function.deadline_s
-            waiting.resumes, waiting.live = running, True
-            self._queue.add(waiting, now_s)
+
+    def _wanted(self, gpu: Gpu, running: Running, due: StepsDue | None, now_s: float) -> None:
+        """It wants its turn again."""
+        waiting = running.waiting
+        if due is not None:
+            running.due = due_of(gpu, running, due, now_s)
+        if waiting.live:
+            return
+        if running.due is not None:  # it wants a turn as a request that comes now would
+            waiting.arrived_s, waiting.deadline_s = now_s, now_s + waiting.function.deadline_s
+        waiting.resumes, waiting.live = running, True
+        self._queue.add(waiting, now_s)
+        if gpu.leaves:
             self._turns.changed(gpu)
 
     def revoke(self, running: Running, now_s: float, actions: list[Action]) -> None:

@@ -36,19 +36,28 @@ def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
         whose = function if lease is None else lease.model.function
         tokens += prompts.tokens
         first = min(first, (now_s - prompts.waited_us / 1e6 + whose.deadline_s, whose.deadline_s))
-    runtime, tpot_s = own.model.runtime, function.tpot_s
+    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, tpot_of(gpu, own))
+
+
+def tpot_of(gpu: Gpu, own: Running) -> float:
+    """The least that is wanted of a token by those who have theirs from its runtime."""
+    runtime, least_s = own.model.runtime, own.model.function.tpot_s
     for lease in gpu.leases.values():
-        if (model := lease.model).runtime == runtime != "" and model.function.tpot_s:
-            tpot_s = min(tpot_s, model.function.tpot_s) if tpot_s else model.function.tpot_s
-    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, tpot_s or UNKNOWN_TPOT_S)
+        if lease is not own and lease.model.runtime == runtime != "":
+            tpot_s = lease.model.function.tpot_s
+            least_s = min(least_s, tpot_s) if least_s and tpot_s else least_s or tpot_s
+    return least_s or UNKNOWN_TPOT_S
 
 
 def turn_s(running: Running) -> float:
     """What its next step is expected to take."""
     due, function = running.due, running.model.function
-    if due is None or function.times is None:
-        return function.best_s
-    return step_s(function.times, due.tokens, due.decoding)
+    return function.best_s if due is None else turn_of(function, due.tokens, due.decoding)
+
+
+def turn_of(function: Function, tokens: int, decoding: int) -> float:
+    """The same of a step with so many tokens of prompts and of others."""
+    return function.best_s if function.times is None else step_s(function.times, tokens, decoding)
 
 
 def margin_s(running: Running, now_s: float, wake_s: WakeTime) -> float:

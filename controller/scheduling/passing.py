@@ -6,17 +6,18 @@ tokens to compute, and no prompts, each has a step in turn, and which is next fo
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from dormouse.controller.scheduling.margins import due_of, turn_s
+from dormouse.controller.scheduling.margins import due_of, tpot_of, turn_of, turn_s
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.state import DueSteps, Gpu, Running
 from dormouse.controller.scheduling.turns import FreeTurns
 from dormouse.schemas.messages import StepsDue
 
-Slack = Callable[[DueSteps, float], float]
+Slack = Callable[[float, float], float]
+"""Of what is wanted of a token, and what a step takes."""
 
 SLACKS: Final[dict[str, Slack]] = {
-    "margin": lambda due, step_s: due.tpot_s - step_s,
-    "fifo": lambda due, step_s: 0.0,
+    "margin": lambda tpot_s, step_s: tpot_s - step_s,
+    "fifo": lambda tpot_s, step_s: 0.0,
 }
 """By turn order: what is added to the time of a runtime's last turn; the least sum is next, of equal ones the least
 serial.
@@ -77,7 +78,7 @@ class Rounds:
             elif running.due is None or running.due.tokens or not running.waiting.live:
                 return None
             else:
-                found[serial] = slack(running.due, turn_s(running))
+                found[serial] = slack(running.due.tpot_s, turn_s(running))
         return found
 
     def slack_s(self, number: int, serial: int, decoding: int) -> float:
@@ -85,10 +86,7 @@ class Rounds:
         assert self.slack is not None
         gpu = self._gpus[number]
         running = gpu.leases[serial]
-        told, running.due = running.due, due_of(gpu, running, StepsDue(prompts=[], decoding=decoding), 0.0)
-        found = self.slack(running.due, turn_s(running))
-        running.due = told
-        return found
+        return self.slack(tpot_of(gpu, running), turn_of(running.model.function, 0, decoding))
 
     def passed(
         self, number: int, began_s: float, now: Passed, others: Iterable[Passed], gone: Iterable[Passed] = ()
@@ -111,8 +109,7 @@ class Rounds:
             running.used_s += each.used_s
             _wants(queue, running, due_of(gpu, running, StepsDue(prompts=[], decoding=each.decoding), each.told_s))
         new.used_s += now.used_s
-        new.due = due_of(gpu, new, StepsDue(prompts=[], decoding=now.decoding), now.told_s)
-        new.ends_s = now.told_s + turn_s(new)
+        new.ends_s = now.told_s + turn_of(new.model.function, 0, now.decoding)
         new.due = None
         gpu.take_turn(new, now.told_s)
         self._turns.changed(gpu)

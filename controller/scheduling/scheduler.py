@@ -216,9 +216,15 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due: for a lease or an executor that lasts too long, a request that waits for a busy GPU."""
-        queue, rations_s = self._queue, max(self._queue.rations_s, self._rationing.next_s)
-        others_s = self._leaving.due_s, self._preloading.due_s, self._gathering.due_s
-        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, *others_s)
+        due_s = min(
+            self._queue.held_until_s,
+            self._leases.due_s,
+            self._leaving.due_s,
+            self._preloading.due_s,
+            self._gathering.due_s,
+        )
+        if self._queue.rations_s < due_s:
+            due_s = min(due_s, max(self._queue.rations_s, self._rationing.next_s))
         return due_s if due_s < inf else None
 
     # --- events

@@ -36,7 +36,8 @@ class Agenda:
     @property
     def next_s(self) -> float:
         """Until then nothing is due."""
-        return min(self.arrives_s, self.heap[0][0]) if self.heap else self.arrives_s
+        heap, arrives_s = self.heap, self.arrives_s
+        return heap[0][0] if heap and heap[0][0] < arrives_s else arrives_s
 
     def put(self, at_s: float, kind: int, what: Any, version: int = 0) -> None:
         self._number += 1

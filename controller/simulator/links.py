@@ -57,7 +57,7 @@ class Links:
         for link in copy.links:
             link.copies.remove(copy)
             if not link.copies and now_s > self.first_s:
-                link.busy_s += now_s - max(link.since_s, self.first_s)
+                link.busy_s += now_s - (link.since_s if link.since_s > self.first_s else self.first_s)
         self._share(copy, now_s)
 
     def _share(self, changed: SimulatedCopy, now_s: float) -> None:
@@ -70,7 +70,8 @@ class Links:
                         rate = part
                 if rate == copy.rate:
                     continue
-                copy.left = max(0.0, copy.left - copy.rate * (now_s - copy.at_s))
+                left = copy.left - copy.rate * (now_s - copy.at_s)
+                copy.left = left if left > 0.0 else 0.0
                 copy.at_s, copy.rate = now_s, rate
                 copy.version += 1
                 self._due(now_s + copy.left / rate, copy, copy.version)

@@ -54,21 +54,21 @@ class StreamBatch:
     @property
     def begins(self) -> list[Stream]:
         """Those that have no token yet."""
-        if not self.has_prompts:
+        if not (self._prefilling or self.waiting.count):
             return []
         return [stream for stream in (*self._prefilling, *self.waiting) if stream.tokens == stream.prompt]
 
     @property
     def count(self) -> int:
-        return len(self.waiting) + len(self._prefilling) + len(self._decoding)
+        return self.waiting.count + len(self._prefilling) + len(self._decoding)
 
     @property
     def idle(self) -> bool:
-        return not (self._decoding or self._prefilling or self.waiting)
+        return not (self._decoding or self._prefilling or self.waiting.count)
 
     @property
     def has_prompts(self) -> bool:
-        return bool(self._prefilling or self.waiting)
+        return bool(self._prefilling or self.waiting.count)
 
     @property
     def running(self) -> int:
@@ -125,8 +125,8 @@ class StreamBatch:
         """
         if steps == 1:
             return self._phases[-self._step % self._size]
-        rounds, rest = divmod(steps, self._size)
-        found, last = rounds * len(self._decoding), -self._step % self._size + 1
+        found, rest = steps // self._size * len(self._decoding), steps % self._size
+        last = -self._step % self._size + 1
         if rest > last:  # phases are a circle
             return found + sum(self._phases[:last]) + sum(self._phases[last - rest :])
         return found + sum(self._phases[last - rest : last])
@@ -165,8 +165,9 @@ class StreamBatch:
                 if not self.running:
                     return None
                 budget -= tokens
-        if not self._closed or not self.running:
-            self._admits = min(len(self.waiting), self._most - self.running)
+        running = self.running
+        if not self._closed or not running:
+            self._admits = min(self.waiting.count, self._most - running)
         while budget and self._admits:
             stream = self._next(now_s)
             tokens = self._share(stream, budget, going_on)
@@ -201,13 +202,14 @@ class StreamBatch:
 
     def _equal(self, grow: Grow) -> int:
         """How many steps are like the next one: until somebody ends, a prompt does, or memory does."""
-        count = self._first_end() - self._step
         if self._singles or len(self._takes) > 1:
-            count = 1
-        elif self._takes:
+            return 1
+        count = self._first_end() - self._step
+        if self._takes:
             stream, tokens = self._takes[0]
-            whole = tokens == self._budget and not self._paced
-            count = min(count, stream.left // tokens if whole else 1)
+            if tokens < self._budget or self._paced:
+                return 1
+            count = min(count, stream.left // tokens)
         if count == 1:
             return 1
         short = self._needs(count) - (self.blocks - self._used)
@@ -224,7 +226,7 @@ class StreamBatch:
 
     def alike(self) -> int:
         """How many steps are like the next one, if all sequences decode; else 0."""
-        if self.waiting or self._prefilling or not self._decoding:
+        if self.waiting.count or self._prefilling or not self._decoding:
             return 0
         return self._first_end() - self._step
 

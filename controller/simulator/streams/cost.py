@@ -52,15 +52,12 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return prefill_s + self.steps(output - 1, 1, prompt + 1, 0, 1).seconds(output - 1)
 
 
-class EqualSteps:
+class EqualSteps(msgspec.Struct, frozen=True, gc=False):
     """``count`` steps: the first takes ``first_s``, each ``more_s`` longer than the one before."""
 
-    __slots__ = ("count", "first_s", "more_s")
-
-    def __init__(self, count: int, first_s: float, more_s: float) -> None:
-        self.count = count
-        self.first_s = first_s
-        self.more_s = more_s
+    count: int
+    first_s: float
+    more_s: float
 
     def seconds(self, count: int) -> float:
         """Of the first so many."""

@@ -74,7 +74,7 @@ class KvMemory:
             gpu.residency.arrived(move.segment)
         evicted = list(grown[1].evicted)
         if self.offload == "ahead":  # making room takes no time here, so no more is kept free
-            short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
+            short_nbytes = nbytes + reserved_nbytes - gpu.residency.pool.free_nbytes
             if short_nbytes > 0:
                 evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
         if evicted or len(gpu.contexts) != len(gpu.told):

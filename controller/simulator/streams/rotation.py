@@ -9,8 +9,9 @@ Nothing is different from what it would be step by step: tests compare.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from heapq import heapify, heappop, heappush, heapreplace
+from functools import partial, reduce
+from heapq import heapify, heappop, heappush, heappushpop
+from operator import add
 from typing import Any, Final
 
 from dormouse.controller.scheduling.events import RuntimesOn
@@ -28,13 +29,13 @@ LEAST: Final = 2
 
 
 class Rotating:
-    """A lease that takes part. ``left``: steps until one of its streams ends, for which it is ``short`` of so many
-    blocks of KV; ``took_s`` of each since `look`; ``told_s``: since when it wants a turn, or has it; ``used_s``: that
-    it has had turns that are over.
+    """A lease that takes part. With the step whose context is ``last``, one of its streams ends; until then it is
+    ``short`` of so many blocks of KV; ``took_s`` of each since `look`; ``told_s``: since when it wants a turn, or has
+    it; ``used_s``: that it has had turns that are over.
     """
 
     __slots__ = (
-        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "serial", "short", "slack_s"),
+        *("context", "fixed_s", "growing", "last", "lease", "per_context_s", "runtime", "serial", "short", "slack_s"),
         *("told_s", "took_s", "turn_s", "used_s"),
     )
 
@@ -48,18 +49,16 @@ class Rotating:
     def look(self) -> None:
         """What its next steps are like."""
         batch = self.runtime.batch
-        self.left = batch.alike()
-        self.short = batch.short(self.left)
+        steps = batch.alike()
+        self.short = batch.short(steps)
         self.fixed_s, self.per_context_s, self.context, self.growing = batch.growing()
+        self.last = self.context + self.growing * (steps - 1)
 
     def done(self) -> Advanced:
         """So many steps."""
         runtime, took_s, self.took_s = self.runtime, self.took_s, []
         runtime.learned.learn_tokens(self.growing, took_s)
-        busy_s = runtime.busy_s
-        for each_s in took_s:
-            busy_s += each_s
-        runtime.busy_s = busy_s
+        runtime.busy_s = reduce(add, took_s, runtime.busy_s)  # sum() rounds otherwise in newer Pythons
         return runtime.batch.advance(len(took_s))
 
 
@@ -74,7 +73,9 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         if runtime is None or seat is None:
             return {}
         batch = runtime.batch
-        if batch.idle and lease is not own:
+        if batch.idle:
+            if lease is own:
+                return {}
             continue
         waits = seat.paused_s is not None and runtime.wants and not runtime.prompts
         if not (waits or lease is own) or not seat.here or lease.open or lease.extra_s or seat.computing is not None:
@@ -82,7 +83,7 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         if seat.paused_s is not None and seat.paused_s == runtime.lent_s:
             return {}  # the core's order by arrival has it since before the step that was lent, its margins since then
         busy = (runtime.opening and lease is not own) or runtime.stepped or runtime.yielding or runtime.fresh
-        if busy or (lease.wake.request < 0) != warm or batch.idle or batch.has_prompts:
+        if busy or (lease.wake.request < 0) != warm or batch.has_prompts:
             return {}
         told_s = now_s if seat.paused_s is None else seat.paused_s
         found[lease.wake.lease.serial] = Rotating(lease, runtime, told_s)
@@ -133,14 +134,15 @@ class Rotation:
         others = [other for other in found.values() if other is not each]
         next_ones = [(other.told_s + other.slack_s, other.serial, other) for other in others]
         heapify(next_ones)
+        then: Rotating | None = heappop(next_ones)[2]
         gone: list[Rotating] = []
         some = False
-        while next_ones and (each.short <= 0 or self._grows(each, now_s)):
-            then = next_ones[0][2]
-            took_s = each.fixed_s + each.per_context_s * each.context
-            ends_s, left = now_s + took_s, each.left - 1
+        while then is not None and (each.short <= 0 or self._grows(each, now_s)):
+            context = each.context
+            took_s, ends = each.fixed_s + each.per_context_s * context, context >= each.last
+            ends_s = now_s + took_s
             next_s = ends_s + then.turn_s
-            if left <= 0 and each.growing >= MOST_OPEN:  # else nobody waits to be let in
+            if ends and each.growing >= MOST_OPEN:  # else nobody waits to be let in
                 break
             if next_s >= until_s:
                 if not (core.rounds.taken and self._passes(number, gone, next_s)):
@@ -148,18 +150,17 @@ class Rotation:
                 until_s = agenda.next_s
             each.used_s += now_s - since_s  # in its last turn
             each.took_s.append(took_s)
-            each.left, each.told_s = left, ends_s
-            each.context += each.growing
-            if left:
-                heapreplace(next_ones, (ends_s + each.slack_s, each.serial, each))
-            elif self._ends(each, ends_s):
-                heappop(next_ones)
-                gone.append(found.pop(each.serial))
-                until_s = agenda.next_s
-            else:
+            each.told_s = ends_s
+            each.context = context + each.growing
+            some, since_s, now_s = True, now_s, next_s
+            if ends:
+                if self._ends(each, ends_s):
+                    gone.append(found.pop(each.serial))
+                    until_s = agenda.next_s
+                    each, then = then, heappop(next_ones)[2] if next_ones else None
+                    continue
                 each.slack_s = core.rounds.slack_s(number, each.serial, each.growing)
-                heapreplace(next_ones, (ends_s + each.slack_s, each.serial, each))
-            some, since_s, now_s, each = True, now_s, next_s, then
+            each, then = then, heappushpop(next_ones, (ends_s + each.slack_s, each.serial, each))[2]
         agenda.now_s = now_s
         if not some:
             return own

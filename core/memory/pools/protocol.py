@@ -7,8 +7,9 @@ relative to the reservation for one of pages.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, KeysView, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from dormouse.schemas.errors import DormouseError
 
@@ -50,16 +51,15 @@ class Granule(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True)
-class PoolChange:
+class PoolChange(msgspec.Struct):
     """What has changed in the books, by evicting and by dropping; to be carried out in the order of the fields."""
 
-    evicted: list[int] = field(default_factory=list)  # segments that are not there any more
-    freed: list[Span] = field(default_factory=list)  # given up by contiguous pools, to be poisoned
-    unmapped: list[Mapping] = field(default_factory=list)  # by pools of pages
-    moves: list[Move] = field(default_factory=list)  # safe one after the other in this order
-    mapped: list[Mapping] = field(default_factory=list)
-    placed: dict[int, int] = field(default_factory=dict)  # offset of each segment that has a place now, in wish order
+    evicted: list[int] = []  # segments that are not there any more
+    freed: list[Span] = []  # given up by contiguous pools, to be poisoned
+    unmapped: list[Mapping] = []  # by pools of pages
+    moves: list[Move] = []  # safe one after the other in this order
+    mapped: list[Mapping] = []
+    placed: dict[int, int] = {}  # offset of each segment that has a place now, in wish order
 
     @property
     def moved_nbytes(self) -> int:
