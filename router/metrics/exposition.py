@@ -50,7 +50,12 @@ class _Families:
 
 
 def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
-    """The whole text. ``held`` is None if the controller has not answered in time."""
+    """The whole text."""
+    return bytes(generate_latest(_Families(families(scrape, held))))
+
+
+def families(scrape: m.Scrape, held: m.NodeMeasures | None) -> list[Metric]:
+    """``held`` is None if the controller has not answered in time."""
     functions = {each.name: each for each in scrape.functions}
     active = {name: each for name, each in functions.items() if _active(each)}
     metrics = [*_functions(functions, active), *_requests(active), *_tokens(active)]
@@ -61,7 +66,7 @@ def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
         metrics += _kept(scrape.kept)
         if held is not None:
             metrics += _memory(held)
-    return bytes(generate_latest(_Families(metrics)))
+    return metrics
 
 
 def _active(each: m.FunctionCounted) -> bool:

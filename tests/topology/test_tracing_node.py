@@ -55,6 +55,12 @@ def test_an_answer_says_where_its_model_was(node: TestNode) -> None:
     assert list(warm) == ["queue", "wait", "run", "model"]
     if "copy" in cold:  # news of it come by another way than the answer
         assert 0 < float(cold["copy"]) <= float(cold["run"])
+    failed = _invoke(node, "a", "fail")
+    assert (failed.status, [*_timing(failed)], _timing(failed)["model"]) == (
+        500,
+        ["queue", "wait", "run", "model"],
+        "gpu",
+    )
 
 
 def test_a_function_knows_its_request_and_so_does_its_log(node: TestNode) -> None:

@@ -1,4 +1,6 @@
-"""`make docs`: the site has every page, command, setting and message, needs no network, and bears no broken link."""
+"""`make docs`: the site has every page, command, setting, code, metric and message, needs no network, and bears no
+broken link.
+"""
 
 import os
 import re
@@ -19,7 +21,11 @@ from dormouse.schemas import messages
 ROOT = Path(__file__).parents[2]
 TAKEN = (
     "docs",
+    "controller",
+    "core/requirements.py",
+    "core/sandbox/builder.py",
     "examples/adapters",
+    "router",
     "schemas/messages",
     "scripts/docs",
     "README.md",
@@ -77,6 +83,22 @@ def test_the_reference_has_all_that_the_code_has(site: Path) -> None:
         if kind.__module__.startswith("dormouse.schemas.messages."):
             assert f"<code>{kind.__name__}</code>" in declared
     assert "default: $XDG_STATE_HOME/dormouse/<name>" in settings  # a comment, with what HTML would take for a tag
+
+
+def test_the_reference_has_the_codes_and_the_metrics_that_the_guides_name(site: Path) -> None:
+    """Where a guide names one that the code does not have, or the code says it in a way that was not read."""
+    errors, metrics = (unescape((site / "reference" / f"{name}.html").read_text()) for name in ("errors", "metrics"))
+    guide = (ROOT / "docs" / "http.md").read_text().partition("| status | code |")[2].partition("\n\n")[0]
+    codes = {code for line in guide.splitlines()[2:] for code in re.findall(r"`(\w+)`", line.split("|")[2])}
+    assert len(codes) > 30
+    assert [code for code in codes if f"<td><code>{code}</code></td>" not in errors] == []
+    assert "<td>503</td>\n<td><code>draining</code></td>" in errors
+    assert "<td>the package index cannot be reached (…); [environments] index in the node file names it</td>" in errors
+    table = (ROOT / "docs" / "metrics.md").read_text().partition("| `dormouse_…` |")[2].partition("\n\n")[0]
+    names = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert len(names) > 40
+    assert [name for name in names if f"<code>dormouse_{name}</code>" not in metrics] == []
+    assert len(re.findall(r"<code>dormouse_\w+</code>", metrics)) == len(names), "each one is in the guide"
 
 
 def test_it_asks_no_other_host(site: Path) -> None:
