@@ -20,12 +20,28 @@ LIBRARIES = {"n4_crashes": "import ctypes\nctypes.string_at(1)", "n4_raises": "r
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Hugging Face, beside which lies its user's token. Whoever sees these files may read them."""
+    cache = tmp_path_factory.mktemp("huggingface")
+    (cache / "hub").mkdir(0o777)
+    for name in ("hub/config.json", "token", "stored_tokens"):
+        (cache / name).write_text("hf_hunter2" if "token" in name else "{}")
+        (cache / name).chmod(0o666)
+    for folder in (cache / "hub", cache):
+        folder.chmod(0o777)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[TestNode]:
     libraries = tmp_path_factory.mktemp("libraries")
     for name, text in LIBRARIES.items():
         (libraries / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(libraries), prepend=os.pathsep)
+        patch.setenv("HF_HOME", str(cache))
+        patch.setenv("HF_TOKEN", "hf_hunter2")
+        patch.delenv("HF_HUB_CACHE", raising=False)
         warm = json.dumps(["json.tool", *LIBRARIES, "n4_not_installed"])
         limits = 'memory = "192MiB"\nscratch = "16MiB"\nprocesses = 48\ncpus = 0.2'
         with running_node(f'[gpu]\ncount = 1\nmemory = "64MiB"\n[sandbox]\nwarm = {warm}\n{limits}\n') as made:
@@ -87,6 +103,8 @@ def handle(state, request):
         case {"connect": path, "port": port}:
             places = ((socket.AF_UNIX, path), (socket.AF_INET, ("127.0.0.1", port)))
             return [said(lambda: connect(*place)) for place in places]
+        case "variables":
+            return dict(os.environ)
         case "who":
             import getpass, pwd
             entry = pwd.getpwuid(os.getuid())
@@ -215,6 +233,18 @@ def test_d12_the_disk_is_an_allow_list(attack: TestNode, tmp_path: Path) -> None
     assert set(written.values()) == {"EROFS"}, written
     unix, tcp = attack.result("attacker", {"connect": str(attack.run / "admin"), "port": attack.port})
     assert (unix, tcp) == ("ENOENT", "ENETUNREACH")
+
+
+def test_of_hugging_faces_cache_there_are_models_to_read_and_no_token(attack: TestNode, cache: Path) -> None:
+    hub, outside = cache / "hub", [str(cache / name) for name in ("token", "stored_tokens")]
+    found = attack.result("attacker", {"open": [str(hub / "config.json"), *outside]})
+    assert found == {str(hub / "config.json"): "b'{}'"} | dict.fromkeys(outside, "ENOENT")
+    assert attack.result("attacker", {"list": [str(cache)]}) == {str(cache): "['hub']"}
+    written = [str(hub / name) for name in ("config.json", "new")]
+    assert attack.result("attacker", {"write": written}) == dict.fromkeys(written, "EROFS")
+    variables = attack.result("attacker", "variables")
+    assert (variables["HF_HUB_CACHE"], variables["HF_HUB_OFFLINE"]) == (str(hub), "1")
+    assert not [name for name, value in variables.items() if "hunter2" in value or name in ("HF_HOME", "HF_TOKEN")]
 
 
 def test_d12_an_instance_sees_its_own_processes_and_has_a_name(attack: TestNode) -> None:
