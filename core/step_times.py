@@ -35,7 +35,7 @@ def step_s(times: StepTimes, tokens: int, sequences: int) -> float:
 
 def first_token_s(times: StepTimes, tokens: int, sequences: int) -> float:
     """T: until so many tokens of prompts are computed, beside sequences that get a token in each step."""
-    steps = max(1, -(-tokens // max(1, times.step_tokens)))
+    steps = -(-tokens // max(1, times.step_tokens)) or 1
     return (steps * (times.step_us + times.sequence_us * sequences) + times.prompt_token_us * tokens) / 1e6
 
 

@@ -61,7 +61,7 @@ class Granting:
             shares.count(now_s)
         while free:
             overdue = queue.overdue(now_s)
-            waiting, late = overdue if may_jump and seniority.due else None, True
+            waiting, late = overdue if overdue is not None and may_jump and seniority.due else None, True
             jumps = waiting is not None
             if waiting is None:
                 waiting, late = queue.next(free, now_s)

@@ -223,9 +223,10 @@ class Effort(Heaped):
 
     def add(self, waiting: Waiting, now_s: float) -> None:
         function = waiting.function
-        need = function.rrc
-        few = 2.0 / (1.0 - function.percentile)  # two late ones: not yet a reason
-        hopeless = need > few and need > self.RECOVERY_S * function.rate(now_s)
+        hopeless = False
+        if function.late > 2:  # two late ones: not yet a reason
+            few, need = 2.0 / (1.0 - function.percentile), function.rrc
+            hopeless = need > few and need > self.RECOVERY_S * function.rate(now_s)
         function.group = 1 if hopeless or function.given_up else 0
         super().add(waiting, now_s)
 

@@ -77,10 +77,12 @@ class Queue:
 
     def overdue(self, now_s: float) -> Waiting | None:
         """The oldest that is (seniority.py), of tenants that are not over their share."""
-        contending, shares, seniority = self._contending, self.shares, self.seniority
-        found = [seniority.overdue(waiting.values(), now_s) for waiting in contending.values()]
-        late = [each for each in found if each is not None and not shares.is_over(each.tenant)]
-        return min(late, key=_arrived) if late else None
+        oldest: Waiting | None = None
+        for waiting in self._contending.values():
+            late = self.seniority.overdue(waiting.values(), now_s)
+            if late is not None and not self.shares.is_over(late.tenant):
+                oldest = late if oldest is None else min(oldest, late, key=_arrived)
+        return oldest
 
     def _file(self, waiting: Waiting, now_s: float) -> None:
         if waiting.model.leased and waiting.resumes is None:

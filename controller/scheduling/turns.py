@@ -34,10 +34,13 @@ class FreeTurns:
 
     def make(self, gpu: Gpu, now_s: float, actions: list[Action]) -> None:
         """Take one from whoever does not use it, if there is none."""
-        if len(gpu.turns) >= self.turns:
-            idle = next(running for running in gpu.turns if running.idle)
-            gpu.leave_turn(idle, now_s)
-            actions.append(PauseOn(gpu.number, idle.lease.serial))
+        if len(gpu.turns) < self.turns:
+            return
+        for running in gpu.turns:
+            if running.idle:
+                gpu.leave_turn(running, now_s)
+                actions.append(PauseOn(gpu.number, running.lease.serial))
+                return
 
     def check(self, gpu: Gpu) -> None:
         assert len(gpu.turns) <= self.turns

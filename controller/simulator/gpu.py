@@ -74,7 +74,7 @@ class SimulatedGpu:
         for lease in self.leases.values():
             seat = lease.seat
             if lease.runtime is not None:
-                if lease.open or not lease.runtime.batch.idle:
+                if lease.open or lease.runtime.batch.count:
                     return True
             elif seat is None or (seat.paused_s is None and not seat.idle):
                 return True

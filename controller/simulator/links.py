@@ -5,8 +5,6 @@ the narrowest part counts; parts change when a copy begins or ends. Bandwidths i
 from collections.abc import Callable
 from typing import Any
 
-INFINITY = float("inf")
-
 
 class SimulatedLink:
     """``bps`` for all copies over it together. ``busy_s``: how long it has carried any."""
@@ -63,11 +61,9 @@ class Links:
     def _share(self, changed: SimulatedCopy, now_s: float) -> None:
         for link in changed.links:
             for copy in link.copies:  # one on several links is met again, and has its rate by then
-                rate = INFINITY
-                for over in copy.links:
-                    part = over.bps / len(over.copies)
-                    if part < rate:
-                        rate = part
+                rate = link.bps / len(link.copies)
+                if len(copy.links) > 1:
+                    rate = min([over.bps / len(over.copies) for over in copy.links])
                 if rate == copy.rate:
                     continue
                 left = copy.left - copy.rate * (now_s - copy.at_s)

@@ -49,7 +49,7 @@ class Seats:
 
     def drop(self, segment: int) -> bool:
         """It is no seat's any more. False: it is pinned, and goes when it is let go."""
-        if self._pins[segment]:
+        if segment in self._pins:
             self._doomed.add(segment)
             return False
         for seat in self.by_owner.values():
@@ -59,7 +59,7 @@ class Seats:
     # --- other GPUs
 
     def pinned(self, segment: int) -> bool:
-        return bool(self._pins[segment])
+        return segment in self._pins
 
     def pin(self, segment: int) -> None:
         self._pins[segment] += 1

@@ -141,8 +141,8 @@ class Many:
     def run(self, asked: list[Asked]) -> list[Fate]:
         batch, fates = self.batch, [Fate() for _ in asked]
         now_s, come = 0.0, 0
-        while come < len(asked) or not batch.idle:
-            if batch.idle:
+        while come < len(asked) or batch.count:
+            if not batch.count:
                 now_s = max(now_s, asked[come].at_s)
             while come < len(asked) and asked[come].at_s <= now_s:
                 one = asked[come]
@@ -256,7 +256,7 @@ def test_what_never_fits_is_planned_no_more() -> None:
     while (steps := many.batch.plan(many.grow)) is not None:
         many.batch.advance(steps.count)
     assert many.batch.remove_first().number == 0
-    assert many.batch.idle
+    assert not many.batch.count
     many.batch.check()
 
 

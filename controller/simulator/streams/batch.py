@@ -27,13 +27,15 @@ Grow = Callable[[int, bool], bool]
 
 
 class StreamBatch:
-    """The sequences of one runtime, in ``blocks`` blocks of memory. `plan`, then `advance`."""
+    """The sequences of one runtime, ``count`` with those that wait, in ``blocks`` blocks of memory. `plan`, then
+    `advance`.
+    """
 
     def __init__(
         self, cost: StepCost, block_tokens: int = BLOCK_TOKENS, step_tokens: int = STEP_TOKENS,
         sequences: int = STEP_SEQUENCES, closed: bool = False, learned: StepsLearned | None = None,
     ) -> None:  # fmt: skip
-        self.blocks = self._used = 0
+        self.count = self.blocks = self._used = 0
         self._learned, self.brief = learned, False  # functions wait for the GPU, or are likely to
         self.waiting: JoinQueue[Stream] = JoinQueue()
         self._run: defaultdict[int, int] = defaultdict(int)  # by function, sequences that have begun
@@ -44,7 +46,8 @@ class StreamBatch:
         self._ends: list[tuple[int, int, Stream]] = []  # a heap, by step; of preempted ones, too
         self._step = 0
         self._context = 0  # tokens that those which decode look at in the next step
-        self._phases = [0] * block_tokens  # of those which decode, by (computed - step) mod block_tokens
+        # how many of those which decode have (computed - step) mod block_tokens up to each
+        self._phases = [0] * block_tokens
         self._takes: list[tuple[Stream, int]] = []  # of the plan: prompt tokens, in each step
         self._singles: list[Stream] = []  # of the plan: the last token of a prompt, which waits for no budget
         self._spare = 0  # of the plan: prompt tokens that it could still take
@@ -57,14 +60,6 @@ class StreamBatch:
         if not (self._prefilling or self.waiting.count):
             return []
         return [stream for stream in (*self._prefilling, *self.waiting) if stream.tokens == stream.prompt]
-
-    @property
-    def count(self) -> int:
-        return self.waiting.count + len(self._prefilling) + len(self._decoding)
-
-    @property
-    def idle(self) -> bool:
-        return not (self._decoding or self._prefilling or self.waiting.count)
 
     @property
     def has_prompts(self) -> bool:
@@ -93,12 +88,14 @@ class StreamBatch:
 
     def add(self, stream: Stream, latest_s: float = IN_TURN) -> None:
         """It has to begin then at latest, to be in time."""
+        self.count += 1
         self.waiting.add(stream, latest_s)
 
     def remove_first(self, now_s: float = 0.0) -> Stream:
         """The one that comes next: it never fits."""
         first = self._next(now_s)
         self.waiting.remove(first)
+        self.count -= 1
         return first
 
     def drop(self, stream: Stream) -> None:
@@ -108,6 +105,7 @@ class StreamBatch:
             self._preempt(stream)
             self._admits -= 1
         self.waiting.remove(stream)
+        self.count -= 1
 
     def _next(self, now_s: float) -> Stream:
         first = self.waiting.next(now_s, self._run)
@@ -123,17 +121,21 @@ class StreamBatch:
         """Blocks that those which decode need for so many steps more: each one for every ``block_tokens`` steps, and
         one more if what is left of its last block is less than the rest of them.
         """
-        if steps == 1:
-            return self._phases[-self._step % self._size]
-        found, rest = steps // self._size * len(self._decoding), steps % self._size
-        last = -self._step % self._size + 1
-        if rest > last:  # phases are a circle
-            return found + sum(self._phases[:last]) + sum(self._phases[last - rest :])
-        return found + sum(self._phases[last - rest : last])
+        rounds, rest = steps // self._size, steps % self._size
+        last, phases = -self._step % self._size, self._phases
+        rounds += rest > last  # phases are a circle
+        return rounds * len(self._decoding) + phases[last] - phases[last - rest]
+
+    def _in_phase(self, at: int, more: int) -> None:
+        """So many more of those which decode are."""
+        at %= self._size
+        self._phases[at:] = [each + more for each in self._phases[at:]]
 
     def _needs(self, steps: int) -> int:
         """Blocks that the plan needs for so many."""
         found = self._decoding_needs(steps)
+        if not (self._takes or self._singles):
+            return found
         for stream, tokens in self._takes:
             found += self._of(stream.computed + tokens * steps) - self._of(stream.computed)
         for stream in self._singles:
@@ -244,9 +246,12 @@ class StreamBatch:
     def _first_end(self) -> int:
         """The step in which the next one that decodes has its last token."""
         ends = self._ends
-        while ends and (ends[0][2].state != DECODING or ends[0][2].end != ends[0][0]):
+        while ends:
+            end, _, stream = ends[0]
+            if stream.state == DECODING and stream.end == end:
+                return end
             heappop(ends)  # it was preempted
-        return ends[0][0] if ends else 1 << 60
+        return 1 << 60
 
     def _steps(self, count: int) -> EqualSteps:
         decoding, context, prompt = len(self._decoding), self._context, 0
@@ -292,12 +297,12 @@ class StreamBatch:
         stream.state, stream.since, stream.end = DECODING, self._step, self._step + stream.limit - stream.tokens
         self._decoding[stream.number] = stream
         self._context += stream.computed + 1
-        self._phases[(stream.computed - self._step) % self._size] += 1
+        self._in_phase(stream.computed - self._step, 1)
         heappush(self._ends, (stream.end, stream.number, stream))
 
     def _stop(self, stream: Stream) -> None:
         """It does not decode any more: what it has is known again."""
-        self._phases[(stream.computed - stream.since) % self._size] -= 1
+        self._in_phase(stream.computed - stream.since, -1)
         done = self._step - stream.since
         stream.computed += done
         stream.tokens += done
@@ -307,6 +312,7 @@ class StreamBatch:
     def _release(self, stream: Stream, state: int) -> None:
         self._used -= self._of(stream.computed)
         self._run[stream.owner] -= 1
+        self.count -= state == OVER
         stream.state, stream.computed = state, 0
 
     # --- memory is short
@@ -346,6 +352,7 @@ class StreamBatch:
         assert used == self._used <= self.blocks
         decoding = self._decoding.values()
         assert self._context == sum(each.computed + self._step - each.since + 1 for each in decoding)
-        assert sum(self._phases) == len(self._decoding)
+        assert self._phases[-1] == len(self._decoding)
+        assert self.count == len(running) + len(self.waiting)
         assert +Counter(self._run) == Counter(each.owner for each in running)
         assert all(not each.computed and each.state == WAITING for each in self.waiting)

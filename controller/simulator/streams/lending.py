@@ -34,6 +34,6 @@ def _may_borrow(lease: SimulatedLease) -> bool:
     runtime, seat = lease.runtime, lease.seat
     if runtime is None or seat is None or seat.paused_s is None:
         return False
-    if seat.computing is not None or not seat.here or runtime.batch.idle:
+    if seat.computing is not None or not seat.here or not runtime.batch.count:
         return False
     return not (runtime.fresh or runtime.yielding or runtime.stepped or lease.open or lease.extra_s)

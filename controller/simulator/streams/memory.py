@@ -45,14 +45,14 @@ class KvMemory:
         """Whether `grow` would give so many, and what is wished beside them, and nothing would leave for that."""
         gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
         extents = 2 * -(-blocks // runtime.extent_blocks) + EXTENTS
-        nbytes = 2 * extents * runtime.extent_blocks * runtime.spec.block_nbytes  # as much stays free
+        nbytes = 2 * extents * runtime.extent_blocks * runtime.block_nbytes  # as much stays free
         pool = gpu.residency.pool
         return pool.largest_nbytes >= nbytes + gpu.reserved_nbytes and len(gpu.contexts) == len(gpu.told)
 
     def _place(self, lease: SimulatedLease, extents: int, gently: bool) -> bool:
         gpu, runtime = self._gpus[lease.wake.lease.gpu], runtime_of(lease)
         more = extents * runtime.extent_blocks
-        nbytes = more * runtime.spec.block_nbytes
+        nbytes = more * runtime.block_nbytes
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
         evict = self.offload != "never" or runtime.batch.blocks + more <= runtime.batch.one_needs
         reserved_nbytes = gpu.reserved_nbytes

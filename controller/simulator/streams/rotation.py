@@ -11,7 +11,7 @@ Nothing is different from what it would be step by step: tests compare.
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from heapq import heapify, heappop, heappush, heappushpop
-from operator import add
+from operator import add, attrgetter
 from typing import Any, Final
 
 from dormouse.controller.scheduling.events import RuntimesOn
@@ -73,7 +73,7 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         if runtime is None or seat is None:
             return {}
         batch = runtime.batch
-        if batch.idle:
+        if not batch.count:
             if lease is own:
                 return {}
             continue
@@ -131,13 +131,13 @@ class Rotation:
         for other in found.values():
             other.slack_s = slacks[other.serial]
         each, began_s, since_s = found[first], now_s, now_s
-        others = [other for other in found.values() if other is not each]
+        others = [other for serial, other in found.items() if serial != first]
         next_ones = [(other.told_s + other.slack_s, other.serial, other) for other in others]
         heapify(next_ones)
-        then: Rotating | None = heappop(next_ones)[2]
+        then = heappop(next_ones)[2]
         gone: list[Rotating] = []
         some = False
-        while then is not None and (each.short <= 0 or self._grows(each, now_s)):
+        while each.short <= 0 or self._grows(each, now_s):
             context = each.context
             took_s, ends = each.fixed_s + each.per_context_s * context, context >= each.last
             ends_s = now_s + took_s
@@ -157,7 +157,10 @@ class Rotation:
                 if self._ends(each, ends_s):
                     gone.append(found.pop(each.serial))
                     until_s = agenda.next_s
-                    each, then = then, heappop(next_ones)[2] if next_ones else None
+                    each = then
+                    if not next_ones:
+                        break
+                    then = heappop(next_ones)[2]
                     continue
                 each.slack_s = core.rounds.slack_s(number, each.serial, each.growing)
             each, then = then, heappushpop(next_ones, (ends_s + each.slack_s, each.serial, each))[2]
@@ -165,11 +168,12 @@ class Rotation:
         if not some:
             return own
         each.told_s = since_s
-        for other in found.values():
+        others = sorted(found.values(), key=attrgetter("told_s"))
+        others.remove(each)
+        for other in (each, *others):
             other.done()
-        for other in (*found.values(), *gone):
+        for other in (each, *others, *gone):
             _known(other, other is each)
-        others = sorted([other for other in found.values() if other is not each], key=lambda other: other.told_s)
         core.rounds.passed(number, began_s, _passed(each), map(_passed, others), map(_passed, gone))
         return each.lease
 
@@ -202,7 +206,7 @@ class Rotation:
         self._agenda.now_s = now_s
         self._advanced(each.done())
         runtime = each.runtime
-        if not runtime.batch.idle:
+        if runtime.batch.count:
             each.look()
             return False
         self._agenda.put(now_s + runtime.spec.idle_s, UNWANTED, each.lease, runtime.lives)
@@ -216,6 +220,6 @@ def _passed(each: Rotating) -> Passed:
 def _known(each: Rotating, turn: bool) -> None:
     """What the lease is like now. ``turn``: it has that."""
     runtime, seat = each.runtime, seat_of(each.lease)
-    runtime.wants, runtime.prompts, runtime.idles = not turn and not runtime.batch.idle, False, False
+    runtime.wants, runtime.prompts, runtime.idles = not turn and runtime.batch.count > 0, False, False
     runtime.turning = runtime.opening = turn
     seat.paused_s = None if turn else each.told_s

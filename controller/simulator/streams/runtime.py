@@ -22,13 +22,26 @@ class SimulatedRuntime:
     """
 
     __slots__ = (
-        *("batch", "busy_s", "cold", "count", "extent_blocks", "fresh", "idles", "learned", "leases", "lent", "lent_s"),
+        *(
+            "batch",
+            "block_nbytes",
+            "busy_s",
+            "cold",
+            "count",
+            "extent_blocks",
+            "fresh",
+            "idles",
+            "learned",
+            "leases",
+            "lent",
+            "lent_s",
+        ),
         *("lives", "opening", "prompts", "spec", "stepped", "steps", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
         self.spec, self.leases = spec, leases
-        self.extent_blocks = spec.extent_blocks
+        self.extent_blocks, self.block_nbytes = spec.extent_blocks, spec.block_nbytes
         self.learned = StepsLearned(spec.step_tokens)
         self.batch = StreamBatch(
             spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed,

@@ -107,7 +107,7 @@ class RuntimeLeases:
 
     def _want(self, lease: SimulatedLease) -> None:
         runtime = runtime_of(lease)
-        if not runtime.wants and not runtime.batch.idle:
+        if not runtime.wants and runtime.batch.count:
             runtime.wants, runtime.prompts = True, bool(runtime.batch.begins)
             self._agenda.put(self._agenda.now_s, WANTS, lease)
 
@@ -134,7 +134,7 @@ class RuntimeLeases:
             return
         batch = runtime.batch
         while (steps := self._plan(lease)) is None:
-            if batch.idle:
+            if not batch.count:
                 self._rest(lease)
                 return
             runtime.stepped = True  # others may join because of that, and do not begin a step
@@ -153,7 +153,7 @@ class RuntimeLeases:
     def goes_on(self, lease: SimulatedLease) -> None:
         """If it has a turn and nothing under way."""
         seat = seat_of(lease)
-        if seat.paused_s is None and seat.computing is None and not runtime_of(lease).batch.idle:
+        if seat.paused_s is None and seat.computing is None and runtime_of(lease).batch.count:
             self._go_on(lease)
 
     def _begin(self, lease: SimulatedLease, count: int, done_s: float = 0.0) -> None:
@@ -215,7 +215,7 @@ class RuntimeLeases:
             self._yield(lease)
         if seat.paused_s is None:
             self._go_on(lease)
-        elif runtime.batch.idle:
+        elif not runtime.batch.count:
             self._rest(lease)
 
     def _lend(self, number: int) -> None:
@@ -235,7 +235,7 @@ class RuntimeLeases:
         self._made(lease)
         self._gpus[number].lent = runtime.lent = False
         seat_of(lease).paused_s = runtime.lent_s = self._agenda.now_s
-        if runtime.batch.idle:
+        if not runtime.batch.count:
             self._rest(lease)
         else:
             runtime.wants = False  # it says anew what it has to compute
@@ -301,7 +301,7 @@ class RuntimeLeases:
             runtime.opening = False
             if seat_of(lease).paused_s is None:
                 self._go_on(lease)
-        elif version == runtime.lives and runtime.batch.idle:
+        elif version == runtime.lives and not runtime.batch.count:
             self.close(lease)
 
     def close(self, lease: SimulatedLease) -> None:
@@ -318,7 +318,7 @@ class RuntimeLeases:
         """Its turn is another's, from the next boundary on."""
         runtime = runtime_of(lease)
         runtime.yielding = True
-        begins = runtime.turning and not runtime.batch.idle
+        begins = runtime.turning and runtime.batch.count
         if seat_of(lease).computing is None and not runtime.stepped and not begins:
             self._yield(lease)
         else:

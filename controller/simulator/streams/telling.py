@@ -19,7 +19,7 @@ class RuntimeTells:
     def idle(self, lease: SimulatedLease) -> None:
         """Its turn may be another's."""
         wake = lease.wake.lease
-        self._tell(ev.TurnIdle(wake.gpu, wake.epoch, wake.serial, runtime_of(lease).batch.idle))
+        self._tell(ev.TurnIdle(wake.gpu, wake.epoch, wake.serial, not runtime_of(lease).batch.count))
 
     def want_turn(self, lease: SimulatedLease) -> None:
         runtime, wake = runtime_of(lease), lease.wake.lease
