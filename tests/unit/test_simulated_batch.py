@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
 import pytest
 from hypothesis import example, given, settings
@@ -194,8 +195,17 @@ def test_it_is_as_if_done_step_by_step(
         assert mine.over_s == pytest.approx(theirs.over_s, rel=1e-9)
 
 
+PACED: Final = [
+    (0.0, 1, 41),
+    (0.5, 78, 9),
+    *[(0.0, *each) for each in ((6, 9), (40, 6), (14, 5), (1, 5), (34, 3), (40, 1))],
+]
+"""How many tokens of prompts a step takes differs from step to step."""
+
+
 @settings(max_examples=60, deadline=None)
 @example([(0.0, 1, 54), (0.5, 1, 15), (0.0, 1, 15), (0.0, 1, 15), (0.0, 230, 1)], (16, 128), False)
+@example(PACED, (16, 128), True)
 @given(WORKLOADS, st.sampled_from([(256, 128), (64, 3), (16, 128)]), st.booleans())
 def test_steps_take_as_much_of_prompts_as_real_ones(
     workload: list[tuple[float, int, int]], most: tuple[int, int], brief: bool
