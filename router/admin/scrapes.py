@@ -139,7 +139,8 @@ class Scrapes:
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
         ]
-        up, down = self._node.peers, [*(self.seen | {*self._node.down}) - {*self._node.peers}]
+        up = self._node.peers
+        down = [*(self.seen - overview.OPTIONAL | {*self._node.down}) - {*up}]
         self._link.send(
             m.Scrape(
                 query=query,

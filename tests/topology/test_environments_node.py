@@ -1,6 +1,7 @@
 """Functions with libraries of their own on a real node: built from a small index of packages made here."""
 
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -221,6 +222,12 @@ def test_the_same_requirements_are_built_once(node: TestNode) -> None:
     assert '\ndormouse_environment_builds_total{outcome="ok"} ' in node.http("GET", "/metrics").body
 
 
+def _down(node: TestNode) -> list[str]:
+    """Of its processes, by /metrics."""
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, WAIT_S, "metrics")
+    return re.findall(r'\ndormouse_process_up\{process="([^"]+)"\} 0', node.http("GET", "/metrics").body)
+
+
 def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNode) -> None:
     """Its function is forked from a zygote that has not, which ends with it."""
     node.deployed("node-s", OF_WARM)
@@ -238,6 +245,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
     assert node.remove("own").status == 200
     node.wait(lambda: PLAIN_ZYGOTE not in node.pids(), WAIT_S, "the zygote to be dismissed")
     assert node.status()["node"]["gone"] == []
+    assert _down(node) == [], "nobody is called for a process that nobody wants"
     node.wait(lambda: its_own not in _names(node), WAIT_S, "its environment to go")
 
 

@@ -12,6 +12,7 @@ import uvloop
 from dormouse.core.config import TracingSection
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
+from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import scrapes
 from dormouse.router.admin.scrapes import MOST, ROLE, Scrapes
@@ -162,12 +163,15 @@ async def test_a_process_that_dies_meanwhile_is_an_answer(world: World) -> None:
 @played
 async def test_what_was_up_and_is_not_any_more_is_told(world: World) -> None:
     await world.scrapes.text(OPERATOR, gzip=False)
-    world.peers = {ROLE: 1, "gpu0": 1}
+    world.peers = {ROLE: 1, "gpu0": 1, PLAIN_ZYGOTE: 1}
     world.scrapes.peers_changed(world.peers)
     world.peers = {ROLE: 1}
     world.scrapes.peers_changed(world.peers)
     await world.scrapes.text(OPERATOR, gzip=False)
-    assert world.heard[-1].down == ["gpu0"]
+    assert world.heard[-1].down == ["gpu0"], "the other one is started again when it is wanted"
+    world.down = {PLAIN_ZYGOTE: "it cannot be"}
+    await world.scrapes.text(OPERATOR, gzip=False)
+    assert sorted(world.heard[-1].down) == ["gpu0", PLAIN_ZYGOTE]
 
 
 @played
