@@ -169,7 +169,8 @@ class StreamBatch:
                 budget -= tokens
         running = self.running
         if not self._closed or not running:
-            self._admits = min(self.waiting.count, self._most - running)
+            waits, places = self.waiting.count, self._most - running
+            self._admits = waits if waits < places else places
         while budget and self._admits:
             stream = self._next(now_s)
             tokens = self._share(stream, budget, going_on)
@@ -182,7 +183,7 @@ class StreamBatch:
             self._prefilling.append(stream)
             self._takes.append((stream, tokens))
             budget -= tokens
-        if not self.running:
+        if not (self._decoding or self._prefilling):
             return None
         self._spare = budget
         return self._steps(self._equal(grow))
