@@ -25,7 +25,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,6 @@ from benchmarks.report import Goal, arguments, report
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.models import parameters_on_meta
-from dormouse.gpuserver.runtime.tables import StepPart
 
 PARTS: Final = ("decode", "lora", "equal", "wake", "shared", "turns", "brief")
 STREAMS: Final = (1, 8, 32, 64)
@@ -80,14 +80,6 @@ def prompt(seed: int, length: int, shape: str) -> list[int]:
     return random_prompt(seed, length, min(40_000, SHAPES[shape]["vocab_size"]))
 
 
-def tried(work: Callable[..., float], *given: Any) -> float | str:
-    """Or why not: what comes after is worth having."""
-    try:
-        return work(*given)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"[:300]
-
-
 def answered(engine: Engine, prompts: list[list[int]], new: int, which: list[int] | None = None) -> float:
     """The median seconds of steps in which each of these streams gets a token and no prompt is computed."""
     for number, each in enumerate(prompts):
@@ -118,33 +110,27 @@ class Issued:
         engine._forward = timed  # type: ignore[method-assign]
 
 
-@torch.inference_mode()
-def replayed_ms(engine: Engine, prompts: list[list[int]]) -> float:
-    """What the device alone takes for a step of these sequences: the model's call of one step as a graph."""
-    sequences = [begin(engine, number, each, 64 + len(prompts)) for number, each in enumerate(prompts)]
-    tokens_each = engine.attention.layout.block_tokens
-    while any(not each.begun or len(each.tokens) > len(each.table.blocks) * tokens_each for each in sequences):
-        engine.step()  # until each has a block for its next token
-    offsets = [[engine._offsets[number] for number in sequence.table.blocks] for sequence in sequences]
-    tables = [
-        StepPart(row, 1, len(each.tokens), at) for row, (each, at) in enumerate(zip(sequences, offsets, strict=True))
-    ]
-    rows = list(range(len(sequences)))
-    inputs = [each.tokens[-1] for each in sequences], [len(each.tokens) - 1 for each in sequences], rows
-    tokens, positions, kept = engine.attention.begin(tables, *inputs)
-    graph = torch.cuda.CUDAGraph()
+@contextmanager
+def without_graphs(engine: Engine) -> Iterator[None]:
+    graphs, engine.graphs = engine.graphs, None
     try:
-        for _ in range(2):
-            engine.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
-        settle()
-        with torch.cuda.graph(graph):
-            engine.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+        yield
     finally:
-        engine.attention.end()
-    spent_s = [seconds(graph.replay) for _ in range(12)]
-    while not engine.batch.idle:
-        engine.step()
-    return statistics.median(spent_s[2:]) * 1e3
+        engine.graphs = graphs
+
+
+def graphs_told(engine: Engine) -> dict[str, Any]:
+    """Of its graphs. What they take of the GPU is the driver's, and in torch's pool of memory."""
+    graphs = engine.graphs
+    if graphs is None:
+        return {"graphs": None}
+    told = {"graphs": len(graphs._graphs), "replayed": graphs.replayed, "trouble": graphs.trouble}
+    settle()
+    before = torch.cuda.mem_get_info()[0]
+    graphs.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return told | {"MiB that came back without them": (torch.cuda.mem_get_info()[0] - before) / (1 << 20)}
 
 
 def peer_of(shape: str, dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> Any:
@@ -189,13 +175,17 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
         issued.each_s.clear()
         rounds = [(*ours(batch, PROMPT, new), theirs(batch, PROMPT, new)) for _ in range(1 if quick else 2)]
         whole, step, other = (statistics.median(column) for column in zip(*rounds, strict=True))
+        issued_ms = statistics.median(issued.each_s) * 1e3
+        with without_graphs(engine):
+            plain = ours(batch, PROMPT, new)[1]
         ratio = other / whole
         told.put(
             **{
                 f"{shape}, {batch} streams": {
                     "tokens/s": batch * new / whole,
                     "step ms": step * 1e3,
-                    "of these, until its kernels are issued": statistics.median(issued.each_s) * 1e3,
+                    "of these, until its kernels are issued": issued_ms,
+                    "step ms without graphs": plain * 1e3,
                     "decoding alone, tokens/s": batch / step if step else None,
                     "transformers tokens/s": batch * new / other,
                     "ratio": ratio,
@@ -211,9 +201,7 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
         key = f"{shape}, a prompt of {length}"
         told.put(**{key: {"tokens/s": mine, "transformers tokens/s": other, "ratio": mine / other}})
         goals.append(Goal(name=f"{key} / transformers", goal="", measured=mine / other, met=True))
-    for batch in (1, 32) if DEVICE.type == "cuda" else ():  # last: one that fails may leave a stream as it was
-        prompts = [prompt(next(serial), PROMPT, shape) for _ in range(batch)]
-        told.put(**{f"{shape}, {batch} streams, a step's kernels as a graph, ms": tried(replayed_ms, engine, prompts)})
+    told.put(**{f"{shape}, graphs": graphs_told(engine)})
     return goals
 
 
@@ -234,6 +222,7 @@ def lora(told: Told, shape: str, quick: bool) -> list[Goal]:
             if turn:  # the first compiles
                 found[side].append(batch * new / spent_s)
                 told.put(**{f"{shape}, {side}, step ms": steps[0] * 1e3})
+    told.put(**{f"{shape}, graphs": graphs_told(engine)})
     ratios = [one / other for one, other in zip(found["mixed"], found["base"], strict=True)]
     ratio = statistics.median(ratios)
     told.put(**{f"{shape}, {batch} streams, tokens/s": found, "mixed / base": ratio})

@@ -45,6 +45,8 @@ class Adapters:
         self._salts: dict[int, bytes] = {}  # by number
         self._bound: dict[int, list[Callable[[], object]]] = {}  # what takes it away again
         self._ranks: dict[int, int] = {}  # the largest of each that is bound
+        self._apart: set[int] = set()  # some of their rows are computed by themselves
+        self.version = 0  # so often was one bound or unbound
         self._serials = itertools.count()
         self._tables = [table for module in model.modules() if (table := table_of(module)) is not None]
         self._size = max((len(table.native) for table in self._tables), default=TABLE)  # they are all of one
@@ -68,6 +70,10 @@ class Adapters:
         for name, tensor in replaced.items():
             self._check_replaced(name, tensor)
         self._ranks[number] = max((low.rank for low in adds.values()), default=0)
+        self.version += 1
+        embeds = any(isinstance(self._modules[name], nn.Embedding) for name in adds)
+        if replaced or embeds:
+            self._apart.add(number)
         undo = self._bound[number] = []
         before = len(self._tables), self._size
         self._make_room(number)
@@ -96,9 +102,11 @@ class Adapters:
 
     def unbind(self, number: int) -> None:
         """Its tensors leave; no sequence that has it is in a step until it is bound again."""
+        self.version += 1
         for undo in self._bound.pop(number, ()):
             undo()
         self._ranks.pop(number, None)
+        self._apart.discard(number)
 
     def close(self, number: int) -> None:
         """No sequence has it any more."""
@@ -111,6 +119,16 @@ class Adapters:
     def salt(self, number: int) -> bytes:
         """Of the KV that it makes: nobody else's is like it."""
         return self._salts[number]
+
+    @property
+    def mixed(self) -> frozenset[int]:
+        """Those bound that only add to products: a step computes all of their rows alike."""
+        return frozenset(self._bound.keys() - self._apart)
+
+    @property
+    def tables(self) -> list[Table]:
+        """Of all products that any adds to."""
+        return [table for table in self._tables if table.by_number]
 
     def most_rank(self, numbers: Iterable[int]) -> int:
         """Of these adapters."""

@@ -15,6 +15,7 @@ from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.backends.protocol import AttentionBackend, Scores
+from dormouse.gpuserver.runtime.packing import Pack, packed
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 
 
@@ -42,10 +43,12 @@ class BlockAttention:
         self.step: StepTables | None = None
         self.backend = backend or backend_for(layout, memory)
 
-    def begin(self, parts: Sequence[StepPart], *inputs: Sequence[int]) -> list[torch.Tensor]:
+    def begin(
+        self, parts: Sequence[StepPart], inputs: Sequence[Sequence[int]] = (), pack: Pack = packed
+    ) -> list[torch.Tensor]:
         """A step of these. Returns the inputs as tensors on the memory's device, where they come with the tables."""
         columns = self.backend.columns(parts)
-        self.step = StepTables(parts, self.layout, self.memory.device, columns, inputs)
+        self.step = StepTables(parts, self.layout, self.memory.device, columns, inputs, pack)
         return self.step.inputs
 
     def end(self) -> None:

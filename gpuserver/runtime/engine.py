@@ -16,9 +16,11 @@ from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_TOKENS, Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
-from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank
+from dormouse.gpuserver.runtime.forward import Forward, StepInputs
+from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose, sampled_rows
+from dormouse.gpuserver.runtime.step_graphs import graphs_for
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.gpuserver.runtime.work import StepWork, step_work, work_of_nothing
 from dormouse.schemas.llm import DecoderSpec
@@ -88,6 +90,8 @@ class Engine:
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
         self.step_work: dict[int, StepWork] = {}  # of the last step, by owner
         self.adapters = Adapters(model, attention)
+        self.forward = Forward(model, attention, self.adapters)
+        self.graphs = graphs_for(self.forward)
         self._grow, self._waited_s = grow, waited_s
         self._vocabulary = int(model.config.vocab_size)
         self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
@@ -225,22 +229,9 @@ class Engine:
             positions += range(part.start, end)
             if part.samples:
                 last.append(len(tokens) - 1)
-        numbers = {part.sequence.adapter for part in parts} - {NO_ADAPTER}
-        owners = [part.sequence.adapter for part in parts for _ in range(part.tokens)] if numbers else []
-        owners_kept = [owners[row] for row in last or [0]] if numbers else []
-        inputs = tokens, positions, last or [0], owners, owners_kept
-        input_ids, position_ids, kept, *adapters = self.attention.begin(tables, *inputs)
-        if numbers and self.attention.step is not None:
-            of_tokens, of_kept = adapters
-            most_rank = self.adapters.most_rank(numbers)
-            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, (owners, owners_kept), numbers, most_rank)
-        try:
-            logits: torch.Tensor = self.model(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
-            ).logits[0]
-        finally:
-            self.attention.end()
-        return logits.float()
+        given = StepInputs(tables, tokens, positions, last or [0])
+        found = None if self.graphs is None else self.graphs.logits(given)
+        return self.forward(given) if found is None else found
 
     def _plain(self, part: Part) -> bool:
         generation = self.generations[part.sequence.number]

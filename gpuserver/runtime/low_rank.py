@@ -2,7 +2,8 @@
 adapter.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -96,13 +97,14 @@ class AdapterRows:
         owners: tuple[Sequence[int], Sequence[int]],
         numbers: Iterable[int],
         most_rank: int,
+        pieces: Mapping[tuple[bool, int], tuple[torch.Tensor, ...]] = MappingProxyType({}),
     ) -> None:
         self.tokens, self.kept = tokens, kept
         self.owners = owners
         self.numbers = frozenset(numbers)
         self.most_rank = most_rank
         self._at: dict[tuple[bool, frozenset[int]], torch.Tensor] = {}
-        self._pieces: dict[tuple[bool, int], tuple[torch.Tensor, ...]] = {}
+        self._pieces = dict(pieces)
 
     def of(self, kept: bool) -> torch.Tensor:
         return self.kept if kept else self.tokens
@@ -126,18 +128,21 @@ class AdapterRows:
         return AdapterRows(tokens, kept, (owners[0], owners[1]), named, self.most_rank)
 
     def pieces(self, kept: bool, most: int) -> tuple[torch.Tensor, ...]:
-        """At most so many rows beside each other of one adapter: the first of each, how many, and whose."""
+        """See `pieces_of`; on the device."""
         if (found := self._pieces.get((kept, most))) is None:
-            owners = self.owners[kept]
-            made: list[list[int]] = []
-            for row, number in enumerate(owners):
-                if number >= 0 and row and owners[row - 1] == number and made[-1][1] < most:
-                    made[-1][1] += 1
-                elif number >= 0:
-                    made.append([row, 1, number])
-            columns = ([each[which] for each in made] for which in range(3))
-            found = self._pieces[kept, most] = packed(self.tokens.device, *columns)
+            found = self._pieces[kept, most] = packed(self.tokens.device, *pieces_of(self.owners[kept], most))
         return found
+
+
+def pieces_of(owners: Sequence[int], most: int) -> list[list[int]]:
+    """At most so many rows beside each other of one adapter: the first of each, how many, and whose."""
+    made: list[list[int]] = []
+    for row, number in enumerate(owners):
+        if number >= 0 and row and owners[row - 1] == number and made[-1][1] < most:
+            made[-1][1] += 1
+        elif number >= 0:
+            made.append([row, 1, number])
+    return [[each[which] for each in made] for which in range(3)]
 
 
 def add_each(table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:

@@ -1,8 +1,11 @@
 """Numbers of a step, on their way to the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+Pack = Callable[..., tuple[torch.Tensor, ...]]
+"""Puts columns of numbers onto a device: see `packed`."""
 
 
 def packed(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:

@@ -125,11 +125,11 @@ class RuntimeProcess:
             for member in self._members.by_serial.values():
                 if member.number != NO_ADAPTER:
                     self._engine.unbind(member.number)
+        self._serving.left()
         self._kv.clear()
         self._bound.missing.clear()
         self._seats.clear()
         self._awaited.clear()
-        self._serving.left()
         self._turn.held = False
         self._sequences.tell_load()
 

@@ -39,6 +39,11 @@ class ServingModel:
     def left(self) -> None:
         """The seat is over."""
         self._placed = None
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self.engine is not None and self.engine.graphs is not None:
+            self.engine.graphs.forget()
 
     def build(self, member: Member, alone: bool) -> None:
         """Raises ConfigError if another model than that of other members is asked for."""
@@ -69,6 +74,7 @@ class ServingModel:
         if self._placed is None:
             self._bound.bind(self._model, member.base_weights, seat, dtype)
             self._placed = places
+            self._forget_graphs()
         elif places != self._placed:
             raise ConfigError("its weights are not where those of its runtime are")
         if member.number == NO_ADAPTER or self.engine.adapters.bound(member.number):

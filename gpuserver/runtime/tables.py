@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
-from dormouse.gpuserver.runtime.packing import packed
+from dormouse.gpuserver.runtime.packing import Pack, packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class StepTables:
         device: torch.device,
         columns: Sequence[Sequence[int]] = (),
         inputs: Sequence[Sequence[int]] = (),
+        pack: Pack = packed,
     ) -> None:
         size = layout.block_tokens
         self.parts = parts
@@ -79,7 +80,7 @@ class StepTables:
         for part in parts:
             first = part.context - part.tokens
             places += [part.blocks[at // size] + at % size * layout.head_dim for at in range(first, part.context)]
-        self.places, *rest = packed(device, places, *columns, *inputs)
+        self.places, *rest = pack(device, places, *columns, *inputs)
         self.columns, self.inputs = rest[: len(columns)], rest[len(columns) :]
         self.numbers = frozenset(part.adapter for part in parts)
         self.adapters: AdapterRows | None = None

@@ -75,17 +75,17 @@ def test_each_width_of_a_head_and_type(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("context", "window"), [(511, 0), (512, 0), (513, 0), (513, 300), (1200, 0), (1200, 900)])
 def test_long_contexts_are_split_and_merged(context: int, window: int) -> None:
     world = World([(1, context), (1, 3), (1, 600)], 9, 3, 16, seed=context)
-    assert splits_of([part.context for part in world.parts], 3, 132) > 1
+    assert splits_of(3 * len(world.parts), max(context, 600), 132) > 1
     agree(world, window, cap=2.0 if context % 2 else 0.0, processors=132)
 
 
 def test_how_often_contexts_are_split() -> None:
-    assert splits_of([], 8, 132) == 1
-    assert splits_of([100], 8, 132) == 1  # too short
-    assert splits_of([4096] * 64, 8, 132) == 1  # there are programs enough
-    assert splits_of([4096], 8, 132) == 16  # as many as leave 256 tokens to each
-    assert splits_of([1 << 20], 1, 132) == 32
-    assert splits_of([4096] * 4, 8, 132) == 9  # two programs for each processor
+    assert splits_of(0, 0, 132) == 1
+    assert splits_of(8, 100, 132) == 1  # too short
+    assert splits_of(64 * 8, 4096, 132) == 1  # there are programs enough
+    assert splits_of(8, 4096, 132) == 16  # as many as leave 256 tokens to each
+    assert splits_of(1, 1 << 20, 132) == 32
+    assert splits_of(4 * 8, 4096, 132) == 8  # about two programs for each processor
 
 
 def test_scores_that_are_far_apart_do_not_overflow() -> None:

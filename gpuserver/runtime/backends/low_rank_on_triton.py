@@ -2,7 +2,8 @@
 interpreter, and on a GPU.
 """
 
-from collections.abc import Collection
+import struct
+from collections.abc import Collection, Iterable
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -32,23 +33,29 @@ def splits_of(inputs: int) -> int:
 
 
 class DeviceTable:
-    """A table as kernels read it: offsets of a, b and the bias from the base, which is one of these tensors: there is
-    memory behind it, which Triton wants of a pointer; ranks; and scales.
-    """
+    """A table as kernels read it (triton_lora.py), at one place as long as it has so many entries."""
 
-    def __init__(self, table: Table) -> None:
-        self.base = base = next(iter(table.by_number.values())).down
-        size, device, itemsize = len(table.native), base.device, base.element_size()
-        offsets = [[0, 0, triton_lora.NOTHING.value] for _ in range(size)]
-        ranks, scales = [0] * size, [0.0] * size
+    def __init__(self, table: Table, device: torch.device) -> None:
+        self.entries = torch.zeros((len(table.native), triton_lora.ENTRY.value), dtype=torch.int64, device=device)
+        self._version = -1
+        self.follow(table)
+
+    def follow(self, table: Table) -> None:
+        """What has changed there since."""
+        if self._version == table.version:
+            return
+        self._version = table.version
+        flat = [0] * self.entries.numel()
         for number, low in table.by_number.items():
-            for at, tensor in enumerate((low.down, low.up, *(() if low.bias is None else (low.bias,)))):
-                offsets[number][at] = (tensor.data_ptr() - base.data_ptr()) // itemsize
-            ranks[number], scales[number] = low.rank, low.scale
-        self.version = table.version
-        self.offsets = torch.tensor(offsets, device=device)
-        self.ranks = torch.tensor(ranks, device=device)
-        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
+            places = (0 if each is None else each.data_ptr() for each in (low.down, low.up, low.bias))
+            at = number * triton_lora.ENTRY.value
+            flat[at : at + triton_lora.ENTRY.value] = *places, low.rank, _bits(low.scale)
+        (found,) = packed(self.entries.device, flat)
+        self.entries.copy_(found.view_as(self.entries))
+
+
+def _bits(scale: float) -> int:
+    return int.from_bytes(struct.pack("<f", scale), "little")
 
 
 class TritonLowRank:
@@ -65,13 +72,24 @@ class TritonLowRank:
             (row,) = packed(like.device, [0])
             self.add(table, given, like.new_zeros(1, OUTPUTS), AdapterRows(row, row, ([0], [0]), [0], RANKS), False)
 
+    def follow(self, tables: Iterable[Table]) -> None:
+        """Before kernels that were launched for an earlier step read these."""
+        for table in tables:
+            if (known := self._tables.get(table)) is not None and len(known.entries) == len(table.native):
+                known.follow(table)
+
+    def _entries(self, table: Table, device: torch.device) -> torch.Tensor:
+        known = self._tables.get(table)
+        if known is None or len(known.entries) != len(table.native):
+            known = self._tables[table] = DeviceTable(table, device)
+        known.follow(table)
+        return known.entries
+
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
         """To ``out``, a row for each of ``given``."""
         if not table.by_number:
             return
-        at = self._tables.get(table)
-        if at is None or at.version != table.version:
-            at = self._tables[table] = DeviceTable(table)
+        entries = self._entries(table, given.device)
         firsts, counts, numbers = rows.pieces(head, ROWS)
         if not len(firsts):
             return
@@ -81,12 +99,12 @@ class TritonLowRank:
         width = triton.cdiv(rows.most_rank, RANKS) * RANKS
         inner = given.new_empty((splits, len(given), width), dtype=torch.float32)
         triton_lora.shrink[len(firsts), width // RANKS, splits](
-            given, at.base, at.offsets, at.ranks, firsts, counts, numbers, inner, inputs, given.stride(0),
+            given, entries, firsts, counts, numbers, inner, inputs, given.stride(0),
             inner.stride(0), inner.stride(1),
             ROWS=ROWS, RANKS=RANKS, COLUMNS=INPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip
         triton_lora.expand[len(firsts), triton.cdiv(outputs, OUTPUTS)](
-            out, at.base, at.offsets, at.ranks, at.scales, firsts, counts, numbers, inner, outputs, out.stride(0),
+            out, entries, firsts, counts, numbers, inner, outputs, out.stride(0),
             inner.stride(0), inner.stride(1),
             ROWS=ROWS, RANKS=RANKS, COLUMNS=OUTPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip

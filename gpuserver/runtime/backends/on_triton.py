@@ -5,7 +5,7 @@ Imported only where there is such a device, or by those tests.
 """
 
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple, Self
@@ -14,6 +14,7 @@ import torch
 import triton
 
 from dormouse.gpuserver.runtime.backends import triton_kernels
+from dormouse.gpuserver.runtime.backends.low_rank_on_triton import ROWS as ROWS_OF_ADAPTER
 from dormouse.gpuserver.runtime.backends.low_rank_on_triton import TritonLowRank
 from dormouse.gpuserver.runtime.backends.protocol import Scores
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table
@@ -50,13 +51,13 @@ def trouble() -> str:
     return ""
 
 
-def splits_of(contexts: Sequence[int], kv_heads: int, processors: int) -> int:
-    """Into how many parts the contexts of single tokens are split: until there are two programs for each
-    multiprocessor, as long as that leaves enough in each.
+def splits_of(programs: int, longest: int, processors: int) -> int:
+    """Into how many parts the contexts of single tokens are split, a power of two: until there are two programs for
+    each multiprocessor, as long as that leaves enough of the ``longest`` context in each.
     """
-    programs = len(contexts) * kv_heads
     wanted = -(-2 * processors // max(1, programs))
-    return max(1, min(wanted, max(contexts, default=0) // SPLIT_TOKENS, SPLITS))
+    most = max(1, min(wanted, longest // SPLIT_TOKENS, SPLITS))
+    return 1 << most.bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class _OfStep(NamedTuple):
 class TritonBackend:
     """``processors``: how many multiprocessors the GPU has; 0: as torch says."""
 
+    PIECE_ROWS: Final = ROWS_OF_ADAPTER
+    """Rows beside each other of one adapter that a program has at most."""
+
     def __init__(self, layout: KvLayout, memory: torch.Tensor, processors: int = 0) -> None:
         self._layout, self._memory = layout, memory
         self._low_rank = TritonLowRank()
@@ -128,11 +132,15 @@ class TritonBackend:
         single = tiles([part for part in parts if part.tokens == 1], 1)
         return *single, *tiles([part for part in parts if part.tokens > 1], PIECE_TOKENS)
 
+    def splits(self, parts: Sequence[StepPart], rows: int) -> int:
+        """Of the contexts of these that are single tokens, where there is room for so many."""
+        longest = max((part.context for part in parts if part.tokens == 1), default=0)
+        return splits_of(rows * self._layout.kv_heads, longest, self._processors)
+
     def _of(self, step: StepTables) -> "_OfStep":
         if self._known is None or self._known[0] is not step:
             anchor = step.parts[0].blocks[0]
-            contexts = [part.context for part in step.parts if part.tokens == 1]
-            splits = splits_of(contexts, self._layout.kv_heads, self._processors)
+            splits = self.splits(step.parts, len(step.columns[1]))
             self._known = step, _OfStep(self._memory[anchor:], anchor, splits)
         return self._known[1]
 
@@ -159,6 +167,10 @@ class TritonBackend:
 
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
         self._low_rank.add(table, given, out, rows, head)
+
+    def follow(self, tables: Iterable[Table]) -> None:
+        """What has changed in these is known to kernels that were launched before, and are captured."""
+        self._low_rank.follow(tables)
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         query = _rows(query)
@@ -227,6 +239,7 @@ class TritonBackend:
             triton_kernels.merge[len(firsts), layout.kv_heads](
                 out,
                 firsts,
+                counts,
                 sums,
                 tops,
                 totals,

@@ -8,6 +8,8 @@ of their blocks from one base, and keeps a running softmax in fp32.
 What lies behind a sequence's end was never written, and may be anything, NaN too: it is not read.
 
 ``memory`` is where some block lies, and ``layer`` counts from there: it may be negative.
+
+A piece of no token and a token without a place are nothing: a step that is captured has room for more than there are.
 """
 
 import triton
@@ -37,12 +39,13 @@ def write(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Keys and values of one token and head to their place."""
+    """Keys and values of one token and head to their place; nothing of a row of no token, whose place is negative."""
     token, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(places + token)
     dims = tl.arange(0, WIDTH)
-    inside = dims < DIM
+    inside = (dims < DIM) & (first >= 0)
     tile = BLOCK_TOKENS * DIM
-    place = memory + tl.load(places + token) + layer + head * tile + dims
+    place = memory + first + layer + head * tile + dims
     tl.store(place, tl.load(key + head * key_head + token * key_token + dims, mask=inside), mask=inside)
     row = tl.load(value + head * value_head + token * value_token + dims, mask=inside)
     tl.store(place + KV_HEADS * tile, row, mask=inside)
@@ -165,10 +168,11 @@ def attend(
             tl.store(out + to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "counts", "splits"])
 def merge(
     out,
     rows,
+    counts,
     sums,
     tops,
     totals,
@@ -181,22 +185,23 @@ def merge(
 ):
     """What the splits of one piece, a single token, and one key head have found, to its output."""
     piece, head = tl.program_id(0), tl.program_id(1)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    lines = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    base = (piece * KV_HEADS + head) * splits * ROWS + lines
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range(splits):
-        highest = tl.maximum(highest, tl.load(tops + base + split * ROWS))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for split in range(splits):
-        line = base + split * ROWS
-        shrink = tl.exp2(tl.load(tops + line) - shift)
-        total += shrink * tl.load(totals + line)
-        mixed += shrink[:, None] * tl.load(sums + line[:, None] * WIDTH + dims[None, :])
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = tl.load(rows + piece) * (HEADS * DIM) + (head * GROUP + lines)[:, None] * DIM + dims[None, :]
-    inside = (lines < GROUP)[:, None] & (dims < DIM)[None, :]
-    tl.store(out + to, mixed.to(out.dtype.element_ty), mask=inside)
+    if tl.load(counts + piece) > 0:
+        GROUP: tl.constexpr = HEADS // KV_HEADS
+        lines = tl.arange(0, ROWS)
+        dims = tl.arange(0, WIDTH)
+        base = (piece * KV_HEADS + head) * splits * ROWS + lines
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        for split in range(splits):
+            highest = tl.maximum(highest, tl.load(tops + base + split * ROWS))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+        for split in range(splits):
+            line = base + split * ROWS
+            shrink = tl.exp2(tl.load(tops + line) - shift)
+            total += shrink * tl.load(totals + line)
+            mixed += shrink[:, None] * tl.load(sums + line[:, None] * WIDTH + dims[None, :])
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = tl.load(rows + piece) * (HEADS * DIM) + (head * GROUP + lines)[:, None] * DIM + dims[None, :]
+        inside = (lines < GROUP)[:, None] & (dims < DIM)[None, :]
+        tl.store(out + to, mixed.to(out.dtype.element_ty), mask=inside)

@@ -1,28 +1,27 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Kernels for what adapters add to products (LoRA) in Triton's language, for steps with rows of many adapters.
 
-A piece is some rows beside each other of one adapter. `shrink` multiplies them by the adapter's first matrix, `expand`
-what came of that by the second one, and adds it. Tensors of adapters are known by their offsets from one base; a rank
-of 0 says that an adapter adds nothing here. Sums are of the same numbers in the same order, whatever else is in the
-step.
+A piece is some rows beside each other of one adapter, or none. `shrink` multiplies them by the adapter's first matrix,
+`expand` what came of that by the second one, and adds it. ``entries`` say where each adapter's tensors are. Sums are of
+the same numbers in the same order, whatever else is in the step.
 """
 
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(-(1 << 62))
-"""The offset of a bias that is not there."""
+ENTRY = tl.constexpr(5)
+"""Numbers of an adapter: addresses of its two matrices and of a bias or 0, its rank, and the bits of its scale in fp32.
+A rank of 0 says that it adds nothing here.
+"""
 
-ANYWHERE = ("base", "rows", "counts", "numbers")
+ANYWHERE = ("rows", "counts", "numbers")
 """Pointers that may be aligned in any way: one kernel for all."""
 
 
 @triton.jit(do_not_specialize=[*ANYWHERE, "inputs", "given_row", "inner_split", "inner_row"])
 def shrink(
     given,
-    base,
-    offsets,
-    ranks,
+    entries,
     rows,
     counts,
     numbers,
@@ -39,13 +38,15 @@ def shrink(
 ):
     """``ROWS`` times ``RANKS`` numbers of one piece, of one of ``SPLITS`` parts of the inputs."""
     piece, some, split = tl.program_id(0), tl.program_id(1) * RANKS, tl.program_id(2)
-    number = tl.load(numbers + piece)
-    rank = tl.load(ranks + number).to(tl.int32)
-    if some < rank:
-        row, count = tl.load(rows + piece), tl.load(counts + piece)
+    count = tl.load(counts + piece)
+    entry = entries + tl.load(numbers + piece) * ENTRY
+    rank = tl.load(entry + 3).to(tl.int32)
+    if (count > 0) & (some < rank):
+        row = tl.load(rows + piece)
         lines, places, columns = tl.arange(0, ROWS), some + tl.arange(0, RANKS), tl.arange(0, COLUMNS)
         x = given + (row + lines)[:, None] * given_row + columns[None, :]
-        a = base + tl.load(offsets + number * 3) + places[None, :].to(tl.int64) * inputs + columns[:, None]
+        matrix = tl.load(entry).to(tl.pointer_type(given.dtype.element_ty))
+        a = matrix + places[None, :].to(tl.int64) * inputs + columns[:, None]
         length = tl.cdiv(tl.cdiv(inputs, SPLITS), COLUMNS) * COLUMNS
         end = tl.minimum(inputs, (split + 1) * length)
         found = tl.zeros([ROWS, RANKS], tl.float32)
@@ -63,10 +64,7 @@ def shrink(
 @triton.jit(do_not_specialize=[*ANYWHERE, "outputs", "out_row", "inner_split", "inner_row"])
 def expand(
     out,
-    base,
-    offsets,
-    ranks,
-    scales,
+    entries,
     rows,
     counts,
     numbers,
@@ -83,14 +81,15 @@ def expand(
 ):
     """To ``COLUMNS`` columns of one piece."""
     piece = tl.program_id(0)
-    number = tl.load(numbers + piece)
-    rank = tl.load(ranks + number).to(tl.int32)
-    if rank > 0:
-        row, count = tl.load(rows + piece), tl.load(counts + piece)
+    count = tl.load(counts + piece)
+    entry = entries + tl.load(numbers + piece) * ENTRY
+    rank = tl.load(entry + 3).to(tl.int32)
+    if (count > 0) & (rank > 0):
+        row = tl.load(rows + piece)
         lines, places = tl.arange(0, ROWS), tl.arange(0, RANKS)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         own = (lines < count)[:, None] & (columns < outputs)[None, :]
-        b = base + tl.load(offsets + number * 3 + 1) + columns[None, :]
+        b = tl.load(entry + 1).to(tl.pointer_type(out.dtype.element_ty)) + columns[None, :]
         found = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, rank, RANKS):
             inside = start + places < rank
@@ -106,10 +105,11 @@ def expand(
             if WIDE:
                 right = right.to(tl.float32)
             found += tl.dot(left.to(right.dtype), right, input_precision="ieee")
-        bias = tl.load(offsets + number * 3 + 2)
-        if bias != NOTHING:
-            added = tl.load(base + bias + columns, mask=columns < outputs, other=0.0).to(tl.float32)
-            found += added[None, :]
+        bias = tl.load(entry + 2)
+        if bias != 0:
+            place = bias.to(tl.pointer_type(out.dtype.element_ty)) + columns
+            found += tl.load(place, mask=columns < outputs, other=0.0).to(tl.float32)[None, :]
+        scale = tl.load(entry + 4).to(tl.int32).to(tl.float32, bitcast=True)
         to = out + (row + lines)[:, None] * out_row + columns[None, :]
-        sums = tl.load(to, mask=own, other=0.0).to(tl.float32) + found * tl.load(scales + number)
+        sums = tl.load(to, mask=own, other=0.0).to(tl.float32) + found * scale
         tl.store(to, sums.to(out.dtype.element_ty), mask=own)
