@@ -26,6 +26,9 @@ from dormouse.schemas.llm import MOST_RANK
 TABLE: Final = 16
 """Entries of each table at first: enough for most runtimes."""
 
+WORD_NBYTES: Final = 16
+"""What a GPU reads at once."""
+
 Replaced = Mapping[str, torch.Tensor]
 """Parameters of an adapter in place of the base's, by their names there."""
 
@@ -46,6 +49,7 @@ class Adapters:
         self._bound: dict[int, list[Callable[[], object]]] = {}  # what takes it away again
         self._ranks: dict[int, int] = {}  # the largest of each that is bound
         self._apart: set[int] = set()  # some of their rows are computed by themselves
+        self._ragged: set[int] = set()  # some of their tensors begin anywhere
         self.version = 0  # so often was one bound or unbound
         self._serials = itertools.count()
         self._tables = [table for module in model.modules() if (table := table_of(module)) is not None]
@@ -74,6 +78,9 @@ class Adapters:
         embeds = any(isinstance(self._modules[name], nn.Embedding) for name in adds)
         if replaced or embeds:
             self._apart.add(number)
+        tensors = (each for low in adds.values() for each in low if isinstance(each, torch.Tensor))
+        if any(each.data_ptr() % WORD_NBYTES for each in tensors):
+            self._ragged.add(number)
         undo = self._bound[number] = []
         before = len(self._tables), self._size
         self._make_room(number)
@@ -107,6 +114,7 @@ class Adapters:
             undo()
         self._ranks.pop(number, None)
         self._apart.discard(number)
+        self._ragged.discard(number)
 
     def close(self, number: int) -> None:
         """No sequence has it any more."""
@@ -129,6 +137,10 @@ class Adapters:
     def tables(self) -> list[Table]:
         """Of all products that any adds to."""
         return [table for table in self._tables if table.by_number]
+
+    def aligned(self, numbers: frozenset[int]) -> bool:
+        """Whether all tensors of these begin where wide words do."""
+        return self._ragged.isdisjoint(numbers)
 
     def most_rank(self, numbers: Iterable[int]) -> int:
         """Of these adapters."""

@@ -51,7 +51,8 @@ class Forward:
             if numbers:
                 most_rank = self.adapters.most_rank(numbers)
                 tokens, kept = of_adapters
-                self.mix(AdapterRows(tokens, kept, (owners, owners_kept), numbers, most_rank))
+                aligned = self.adapters.aligned(numbers)
+                self.mix(AdapterRows(tokens, kept, (owners, owners_kept), numbers, most_rank, aligned=aligned))
             return call()
 
     @contextmanager

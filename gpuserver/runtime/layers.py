@@ -6,6 +6,7 @@ does not fit stays as it is. Knows no weights before they are bound.
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from dormouse.gpuserver.runtime import kernels, leaves, recognition
 from dormouse.gpuserver.runtime.adapted import Places
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
-from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.backends.protocol import Rotates, Scores
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.groups import by_group, concerned
 
@@ -89,7 +90,7 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
     """Once, when it is built. ``fused``: whole layers too."""
     backend, config = attention.backend, model.config
     if attention.memory.device.type == "cuda":
-        install_on_gpu(model)
+        install_on_gpu(model, backend.rotate if isinstance(backend, Rotates) else None)
     if not isinstance(backend, NativeBackend):
         return
     inside: set[nn.Module] = set()
@@ -104,15 +105,17 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
         if (leaf := leaves.native(module, backend.library, module is head, attention)) is not None:
             module.forward = leaf
             inside.update(module.modules())
-        elif (forward := leaves.rotating(module, backend.library)) is not None:
+        elif (forward := leaves.rotating(module, partial(leaves.NativeRotary, backend.library))) is not None:
             module.forward = forward
 
 
-def install_on_gpu(model: nn.Module) -> None:
-    """Where each operation costs the time to issue it."""
+def install_on_gpu(model: nn.Module, rotate: recognition.Rotary | None = None) -> None:
+    """Where each operation costs the time to issue it. ``rotate``: in one of them."""
     for module in model.modules():
         if (found := recognition.norm(module)) is not None:
             module.forward = leaves.TorchNorm(module, *found)
+        elif rotate is not None:
+            module.forward = leaves.rotating(module, partial(leaves.DeviceRotary, rotate)) or module.forward
 
 
 def bound(model: nn.Module) -> None:

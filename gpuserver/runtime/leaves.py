@@ -89,7 +89,7 @@ class NativeRotary:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if more or named or len(q) > 1 or cos.shape[-1] != q.shape[-1] or cos.dtype is not q.dtype:
+        if more or named or not _usual(q, cos):
             return self._otherwise(q, k, cos, sin, *more, **named)
         cos, sin = cos.contiguous(), sin.contiguous()
         return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
@@ -103,6 +103,24 @@ class NativeRotary:
             heads, dim,
         )  # fmt: skip
         return out.transpose(1, 2)
+
+
+def _usual(q: torch.Tensor, cos: torch.Tensor) -> bool:
+    """One row of tokens, all of a head, and one type."""
+    return len(q) == 1 and cos.shape[-1] == q.shape[-1] and cos.dtype is q.dtype
+
+
+class DeviceRotary:
+    """The same in one launch, by ``rotate``: the function that it stands for takes ten."""
+
+    def __init__(self, rotate: recognition.Rotary, otherwise: recognition.Rotary) -> None:
+        self._rotate, self._otherwise = rotate, otherwise
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        usual = not more and not named and _usual(q, cos)
+        return self._rotate(q, k, cos, sin) if usual else self._otherwise(q, k, cos, sin, *more, **named)
 
 
 class NativeMlp:
@@ -143,15 +161,17 @@ def native(module: nn.Module, library: ctypes.CDLL, wide: bool, attention: Block
     return None
 
 
-def rotating(module: nn.Module, library: ctypes.CDLL) -> Callable[..., Any] | None:
-    """Its ``forward`` with rotary embeddings by the kernels, if it calls a function for them that turns halves. A copy
-    with globals of its own: others go on with the module's as it is.
+def rotating(
+    module: nn.Module, rotated: Callable[[recognition.Rotary], recognition.Rotary]
+) -> Callable[..., Any] | None:
+    """Its ``forward`` with rotary embeddings as ``rotated`` makes them, if it calls a function for them that turns
+    halves. A copy with globals of its own: others go on with the module's as it is.
     """
     forward = type(module).forward
     rotary = getattr(forward, "__globals__", {}).get(_ROTARY)
     if rotary is None or _ROTARY not in forward.__code__.co_names or not recognition.turns_halves(rotary):
         return None
-    names = {**forward.__globals__, _ROTARY: NativeRotary(library, rotary)}
+    names = {**forward.__globals__, _ROTARY: rotated(rotary)}
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return types.MethodType(made, module)

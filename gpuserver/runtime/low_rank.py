@@ -98,11 +98,12 @@ class AdapterRows:
         numbers: Iterable[int],
         most_rank: int,
         pieces: Mapping[tuple[bool, int], tuple[torch.Tensor, ...]] = MappingProxyType({}),
+        aligned: bool = False,
     ) -> None:
         self.tokens, self.kept = tokens, kept
         self.owners = owners
         self.numbers = frozenset(numbers)
-        self.most_rank = most_rank
+        self.most_rank, self.aligned = most_rank, aligned
         self._at: dict[tuple[bool, frozenset[int]], torch.Tensor] = {}
         self._pieces = dict(pieces)
 
@@ -125,7 +126,7 @@ class AdapterRows:
         """As if the others were not in the step. ``named``: those of the numbers that are an adapter's."""
         tokens, kept = (self.of(each)[self.at(numbers, each)] for each in (False, True))
         owners = [[number for number in self.owners[each] if number in numbers] for each in (False, True)]
-        return AdapterRows(tokens, kept, (owners[0], owners[1]), named, self.most_rank)
+        return AdapterRows(tokens, kept, (owners[0], owners[1]), named, self.most_rank, aligned=self.aligned)
 
     def pieces(self, kept: bool, most: int) -> tuple[torch.Tensor, ...]:
         """See `pieces_of`; on the device."""

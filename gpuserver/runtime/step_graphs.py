@@ -106,13 +106,16 @@ class FixedColumns:
 
 
 class Kind(NamedTuple):
-    """What is the same in all steps that one graph computes. ``rank`` and ``tables`` of adapters, ``size`` of these."""
+    """What is the same in all steps that one graph computes. Of adapters: ``rank``, ``tables``, ``size`` of these, and
+    whether they are ``aligned``.
+    """
 
     rows: int
     splits: int
     rank: int = 0
     size: int = 0
     tables: frozenset[int] = frozenset()
+    aligned: bool = True
 
 
 class StepGraphs:
@@ -179,7 +182,7 @@ class StepGraphs:
             return
         self._version, self._mixed, tables = adapters.version, adapters.mixed, adapters.tables
         rank, size = adapters.most_rank(self._mixed), max((len(table.native) for table in tables), default=0)
-        self._adapted = Kind(0, 0, rank, size, frozenset(map(id, tables)))
+        self._adapted = Kind(0, 0, rank, size, frozenset(map(id, tables)), adapters.aligned(self._mixed))
         self._backend.follow(tables)
 
     def _make_room(self, given: StepInputs) -> bool:
@@ -205,7 +208,8 @@ class StepGraphs:
             if kind.rank:
                 tokens, *pieces = of_adapters
                 known = {(kept, self._backend.PIECE_ROWS): tuple(pieces) for kept in (False, True)}
-                self._forward.mix(AdapterRows(tokens, tokens, (owners, owners), self._mixed, kind.rank, known))
+                rows = (owners, owners), self._mixed, kind.rank, known, kind.aligned
+                self._forward.mix(AdapterRows(tokens, tokens, *rows))
             yield call
 
     def _keep(self, kind: Kind, call: Callable[[], torch.Tensor]) -> None:

@@ -5,11 +5,11 @@ Pure. An instance makes its schema; it may be hostile, so what it has sent is re
 
 import base64
 import hashlib
-from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 import orjson
 
+from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.decisions import failures, queueing
@@ -139,7 +139,7 @@ _ERROR: Final = orjson.dumps(
 _DOCUMENT: Final = (
     b'{"openapi":"3.1.0","info":{"title":"Functions of this node","version":"%b"},"paths":{%%b},"components":{'
     b'"schemas":{%%b},"securitySchemes":{"key":{"type":"http","scheme":"bearer"}}},"security":[{},{"key":[]}]}'
-) % version("dormouse").encode()
+) % package_version().encode()
 
 
 def _operation(function: ServedFunction, components: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ What is in a request or an answer is the function's instance's to understand (cl
 import re
 import time
 from collections.abc import AsyncIterator
-from importlib.metadata import version
 from typing import Any, Final, Literal
 
 import msgspec
 
+from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.access.doorkeeper import Pairs
@@ -30,7 +30,7 @@ QUESTION_NBYTES: Final = 64 << 10
 
 _SERVER: Final = {
     "name": "dormouse",
-    "version": version("dormouse"),
+    "version": package_version(),
     "extensions": ["binary_tensor_data", "model_repository", "model_configuration", "statistics"],
 }
 ALIVE: Final = {"/v2": _SERVER, "/v2/": _SERVER, "/v2/health/live": {"live": True}}

@@ -17,6 +17,8 @@ from cuda_child import cuda_server, in_child
 from device_suite import MIB
 from fake_cuda.harness import Control
 
+from dormouse.core.version import package_version
+
 __all__ = ["cuda_server"]
 
 ROOT = Path(__file__).parents[2]
@@ -187,14 +189,14 @@ def test_the_page_is_written_below_its_last_heading(
 
 
 def test_it_is_rehearsed_over_the_fake_driver(tmp_path: Path) -> None:
-    """One step; all of them take a minute: `scripts/gpu --rehearse`."""
-    command = [sys.executable, str(ROOT / "scripts" / "gpu"), "--rehearse", f"--out={tmp_path}", "--only=pinning"]
+    """Two steps; all of them take minutes: `scripts/gpu --rehearse`."""
+    steps = ("--only=pinning", "--only=device")
+    command = [sys.executable, str(ROOT / "scripts" / "gpu"), "--rehearse", f"--out={tmp_path}", *steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split()[:2] == ["pinning", "passed"]
     report = (tmp_path / "report.md").read_text()
     assert "Fake GPU 0" in report
-    assert "| pinning | passed |" in report
+    assert all(f"| {name} | passed |" in report for name in ("device", "pinning"))
     assert "| models | did not run |" in report
 
 
@@ -228,3 +230,21 @@ def test_a_bare_python_is_told_what_to_install() -> None:
 def test_it_runs_this_checkout_where_dormouse_is_not_installed(script: ModuleType) -> None:
     code = "import dormouse.core.paths as p; print(p.__file__)"
     assert Path(script.run("-c", code).stdout.strip()).resolve() == ROOT / "core" / "paths.py"
+
+
+def test_a_checkout_that_is_not_installed_has_its_version() -> None:
+    """As on a machine with a GPU, to which it is only copied."""
+    hidden = (
+        "import importlib.metadata as md\n"
+        "found = md.Distribution.from_name\n"
+        "def none(name):\n"
+        "    if name == 'dormouse':\n"
+        "        raise md.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "md.Distribution.from_name = none\n"
+        "import dormouse.core.node.cli, dormouse.router.main, dormouse.controller.main\n"
+        "from dormouse.router.front.openinference import ALIVE\n"
+        "print(ALIVE['/v2']['version'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, package_version()), done.stderr

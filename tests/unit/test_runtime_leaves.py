@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,12 +136,12 @@ def test_attention_that_turns_halves_turns_by_the_kernel(library: ctypes.CDLL, f
     for module in reference(family).modules():
         if type(module).__name__.endswith("Attention"):
             names = type(module).forward.__globals__
-            forward = leaves.rotating(module, library)
+            forward = leaves.rotating(module, partial(leaves.NativeRotary, library))
             assert (forward is not None) == turns
             assert forward is None or isinstance(forward.__globals__["apply_rotary_pos_emb"], leaves.NativeRotary)
             assert not isinstance(names.get("apply_rotary_pos_emb"), leaves.NativeRotary)
         else:
-            assert leaves.rotating(module, library) is None
+            assert leaves.rotating(module, partial(leaves.NativeRotary, library)) is None
 
 
 def test_who_turns_neighbours_is_left_alone() -> None:

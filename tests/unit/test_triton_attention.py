@@ -4,8 +4,9 @@ import pytest
 import torch
 import triton_here
 from language_models import TINY, prompts, reference, spec_of, wrong_tokens
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dormouse.gpuserver.runtime import models
+from dormouse.gpuserver.runtime import layers, leaves, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
@@ -88,6 +89,24 @@ def test_how_often_contexts_are_split() -> None:
     assert splits_of(4 * 8, 4096, 132) == 8  # about two programs for each processor
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 24, 6])
+def test_heads_are_turned_as_transformers_does(dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(3)
+    q, k = (torch.randn(1, 7, heads, dim).to(dtype).transpose(1, 2) for heads in (6, 2))
+    cos, sin = torch.randn(2, 1, 7, dim).to(dtype)
+    exact = apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
+    world = World([(1, 1)], dim=dim)
+    rotate = TritonBackend(world.layout, world.memory, processors=1).rotate
+    rotary = leaves.DeviceRotary(rotate, lambda *given, **_: (given[0], given[1]))
+    for found, each in zip(rotary(q, k, cos, sin), exact, strict=True):
+        assert found.dtype is dtype
+        tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(found.double(), each, rtol=tolerance, atol=tolerance)
+    assert rotary(q, k, cos[..., :4], sin)[0] is q  # the function does what the kernel does not
+    assert rotary(q, k, cos, sin, unsqueeze_dim=2)[0] is q
+
+
 def test_scores_that_are_far_apart_do_not_overflow() -> None:
     world = World([(1, 90), (70, 90)])
     world.query *= 1000.0
@@ -102,8 +121,9 @@ def test_each_family_says_what_transformers_says_through_the_kernels(family: str
     spec = spec_of(model)
     layout = kv_layout(spec)
     memory = torch.full((10 * layout.block_nbytes // 4,), float("nan"))
-    attention = BlockAttention(layout, memory, TritonBackend(layout, memory, processors=1))
+    attention = BlockAttention(layout, memory, backend := TritonBackend(layout, memory, processors=1))
     built = models.build(spec, attention)
+    layers.install_on_gpu(built, backend.rotate)
     models.bind(built, {name: parameter.data for name, parameter in model.named_parameters()})
     engine = Engine(built, attention, lambda blocks: False)
     engine.batch = Batch(engine.blocks, step_tokens=24)

@@ -20,8 +20,8 @@ ROWS: Final = 16
 """Of a piece: the fewest that a product of tensor cores has. Most pieces are of single tokens."""
 
 RANKS: Final = 16
-INPUTS: Final = 64
-OUTPUTS: Final = 64
+INPUTS: Final = 128
+OUTPUTS: Final = 128
 SPLIT_INPUTS: Final = 512
 """A product of so many is worth a program of its own: there are few pieces in a step, and many multiprocessors."""
 
@@ -70,7 +70,8 @@ class TritonLowRank:
             table, given = Table(1), like.new_zeros(1, width)
             table.put(0, LowRank(like.new_zeros(RANKS, width), like.new_zeros(RANKS, OUTPUTS), 1.0))
             (row,) = packed(like.device, [0])
-            self.add(table, given, like.new_zeros(1, OUTPUTS), AdapterRows(row, row, ([0], [0]), [0], RANKS), False)
+            rows = AdapterRows(row, row, ([0], [0]), [0], RANKS, aligned=True)
+            self.add(table, given, like.new_zeros(1, OUTPUTS), rows, False)
 
     def follow(self, tables: Iterable[Table]) -> None:
         """Before kernels that were launched for an earlier step read these."""
@@ -101,10 +102,10 @@ class TritonLowRank:
         triton_lora.shrink[len(firsts), width // RANKS, splits](
             given, entries, firsts, counts, numbers, inner, inputs, given.stride(0),
             inner.stride(0), inner.stride(1),
-            ROWS=ROWS, RANKS=RANKS, COLUMNS=INPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
+            ROWS=ROWS, RANKS=RANKS, COLUMNS=INPUTS, SPLITS=splits, ALIGNED=rows.aligned, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip
         triton_lora.expand[len(firsts), triton.cdiv(outputs, OUTPUTS)](
             out, entries, firsts, counts, numbers, inner, outputs, out.stride(0),
             inner.stride(0), inner.stride(1),
-            ROWS=ROWS, RANKS=RANKS, COLUMNS=OUTPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
+            ROWS=ROWS, RANKS=RANKS, COLUMNS=OUTPUTS, SPLITS=splits, ALIGNED=rows.aligned, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip

@@ -122,6 +122,8 @@ class TritonBackend:
             rows = memory.new_zeros(shape).transpose(0, 1)
             backend.write(step, 0, rows, rows)
             query = memory.new_zeros(tokens, heads, layout.head_dim)
+            angles = memory.new_zeros(1, tokens, layout.head_dim)
+            backend.rotate(query.transpose(0, 1)[None], rows[None], angles, angles)
             backend.attend(step, 0, query.transpose(0, 1), torch.empty_like(query), scores)
         self._low_rank.warm(inputs, memory)
         square = memory.new_zeros(LEAST_ROWS, LEAST_ROWS)
@@ -164,6 +166,34 @@ class TritonBackend:
             triton.next_power_of_2(layout.head_dim),
             num_warps=1,
         )
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Rotates` has it. What comes out lies as linear layers leave it: a token's heads beside each other."""
+        query, key, cos, sin = (_rows(each[0]) for each in (q, k, cos, sin))
+        (heads, tokens, dim), kv_heads = query.shape, len(key)
+        query_out, key_out = query.new_empty(tokens, heads, dim), key.new_empty(tokens, kv_heads, dim)
+        triton_kernels.rotate[tokens, heads + kv_heads](
+            query,
+            key,
+            cos,
+            sin,
+            query_out,
+            key_out,
+            query.stride(0),
+            query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            cos.stride(0),
+            sin.stride(0),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=dim // 2,
+            WIDTH=triton.next_power_of_2(dim // 2),
+            num_warps=1,
+        )
+        return query_out.transpose(0, 1)[None], key_out.transpose(0, 1)[None]
 
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
         self._low_rank.add(table, given, out, rows, head)

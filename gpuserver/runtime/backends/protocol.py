@@ -1,7 +1,7 @@
 """What each way to compute has to do in a layer: its attention, and what adapters add to products."""
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -36,3 +36,13 @@ class AttentionBackend(Protocol):
         """Whatever is done once for a model with so many heads, before anybody waits for a step. ``inputs``: widths of
         the products that adapters add to, if there are any.
         """
+
+
+@runtime_checkable
+class Rotates(Protocol):
+    """A backend with rotary position embeddings of its own."""
+
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys ``[1, heads, tokens, dim]``, halves turned by angles ``[1, tokens, dim]`` of their type."""

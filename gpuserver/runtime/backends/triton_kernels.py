@@ -51,6 +51,45 @@ def write(
     tl.store(place + KV_HEADS * tile, row, mask=inside)
 
 
+@triton.jit(do_not_specialize=["query_head", "query_token", "key_head", "key_token", "cos_token", "sin_token"])
+def rotate(
+    query,
+    key,
+    cos,
+    sin,
+    query_out,
+    key_out,
+    query_head,
+    query_token,
+    key_head,
+    key_token,
+    cos_token,
+    sin_token,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One head of one token, of queries or keys: its halves turned by the token's angles."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HALF
+    if head < HEADS:
+        start = query + head * query_head + token * query_token
+        to = query_out + (token * HEADS + head) * (2 * HALF)
+    else:
+        start = key + (head - HEADS) * key_head + token * key_token
+        to = key_out + (token * KV_HEADS + head - HEADS) * (2 * HALF)
+    low = tl.load(start + dims, mask=inside).to(tl.float32)
+    high = tl.load(start + HALF + dims, mask=inside).to(tl.float32)
+    angles, others = cos + token * cos_token + dims, sin + token * sin_token + dims
+    found = low * tl.load(angles, mask=inside).to(tl.float32) - high * tl.load(others, mask=inside).to(tl.float32)
+    tl.store(to + dims, found.to(query_out.dtype.element_ty), mask=inside)
+    angles, others = angles + HALF, others + HALF
+    found = high * tl.load(angles, mask=inside).to(tl.float32) + low * tl.load(others, mask=inside).to(tl.float32)
+    tl.store(to + HALF + dims, found.to(query_out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=[*TABLES, "query_head", "query_token", "window", "splits"])
 def attend(
     query,

@@ -14,11 +14,18 @@ ENTRY = tl.constexpr(5)
 A rank of 0 says that it adds nothing here.
 """
 
-ANYWHERE = ("rows", "counts", "numbers")
+ANYWHERE = ("entries", "rows", "counts", "numbers")
 """Pointers that may be aligned in any way: one kernel for all."""
 
 
-@triton.jit(do_not_specialize=[*ANYWHERE, "inputs", "given_row", "inner_split", "inner_row"])
+@triton.jit
+def _tensor(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where one of an adapter's tensors begins. In wide words is read what is ``ALIGNED`` to 16 bytes."""
+    pointer = address.to(tl.pointer_type(dtype))
+    return tl.multiple_of(pointer, [16]) if ALIGNED else pointer
+
+
+@triton.jit(do_not_specialize=ANYWHERE)
 def shrink(
     given,
     entries,
@@ -34,6 +41,7 @@ def shrink(
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """``ROWS`` times ``RANKS`` numbers of one piece, of one of ``SPLITS`` parts of the inputs."""
@@ -45,7 +53,7 @@ def shrink(
         row = tl.load(rows + piece)
         lines, places, columns = tl.arange(0, ROWS), some + tl.arange(0, RANKS), tl.arange(0, COLUMNS)
         x = given + (row + lines)[:, None] * given_row + columns[None, :]
-        matrix = tl.load(entry).to(tl.pointer_type(given.dtype.element_ty))
+        matrix = _tensor(tl.load(entry), given.dtype.element_ty, ALIGNED)
         a = matrix + places[None, :].to(tl.int64) * inputs + columns[:, None]
         length = tl.cdiv(tl.cdiv(inputs, SPLITS), COLUMNS) * COLUMNS
         end = tl.minimum(inputs, (split + 1) * length)
@@ -58,10 +66,10 @@ def shrink(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             found += tl.dot(left, right, input_precision="ieee")
         to = inner + split * inner_split + (row + lines)[:, None] * inner_row + places[None, :]
-        tl.store(to, found, mask=(lines < count)[:, None] & (places < rank)[None, :])
+        tl.store(to, found, mask=(lines < count)[:, None])
 
 
-@triton.jit(do_not_specialize=[*ANYWHERE, "outputs", "out_row", "inner_split", "inner_row"])
+@triton.jit(do_not_specialize=ANYWHERE)
 def expand(
     out,
     entries,
@@ -77,6 +85,7 @@ def expand(
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """To ``COLUMNS`` columns of one piece."""
@@ -89,14 +98,14 @@ def expand(
         lines, places = tl.arange(0, ROWS), tl.arange(0, RANKS)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         own = (lines < count)[:, None] & (columns < outputs)[None, :]
-        b = tl.load(entry + 1).to(tl.pointer_type(out.dtype.element_ty)) + columns[None, :]
+        b = _tensor(tl.load(entry + 1), out.dtype.element_ty, ALIGNED) + columns[None, :]
         found = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, rank, RANKS):
             inside = start + places < rank
             left = tl.zeros([ROWS, RANKS], tl.float32)
             at = inner + (row + lines)[:, None] * inner_row + start + places[None, :]
             for split in tl.static_range(SPLITS):
-                left += tl.load(at + split * inner_split, mask=(lines < count)[:, None] & inside[None, :], other=0.0)
+                left += tl.load(at + split * inner_split, mask=(lines < count)[:, None], other=0.0)
             right = tl.load(
                 b + (start + places)[:, None].to(tl.int64) * outputs,
                 mask=inside[:, None] & (columns < outputs)[None, :],
@@ -107,7 +116,7 @@ def expand(
             found += tl.dot(left.to(right.dtype), right, input_precision="ieee")
         bias = tl.load(entry + 2)
         if bias != 0:
-            place = bias.to(tl.pointer_type(out.dtype.element_ty)) + columns
+            place = _tensor(bias, out.dtype.element_ty, ALIGNED) + columns
             found += tl.load(place, mask=columns < outputs, other=0.0).to(tl.float32)[None, :]
         scale = tl.load(entry + 4).to(tl.int32).to(tl.float32, bitcast=True)
         to = out + (row + lines)[:, None] * out_row + columns[None, :]
