@@ -34,6 +34,12 @@ class StepInputs:
         """The number of each token's adapter."""
         return [part.adapter for part in self.parts for _ in range(part.tokens)]
 
+    @property
+    def owners_kept(self) -> list[int]:
+        """Of those that are kept."""
+        owners = self.owners
+        return [owners[row] for row in self.kept]
+
 
 class Forward:
     """See the module."""
@@ -45,29 +51,28 @@ class Forward:
     def __call__(self, given: StepInputs) -> torch.Tensor:
         """Logits in fp32, a row for each that is kept."""
         numbers = given.adapters
-        owners = given.owners if numbers else []
-        owners_kept = [owners[row] for row in given.kept] if numbers else []
+        owners, owners_kept = (given.owners, given.owners_kept) if numbers else ([], [])
         with self.begun(given, packed, owners, owners_kept) as (call, of_adapters):
             if numbers:
                 most_rank = self.adapters.most_rank(numbers)
                 tokens, kept = of_adapters
                 aligned = self.adapters.aligned(numbers)
                 self.mix(AdapterRows(tokens, kept, (owners, owners_kept), numbers, most_rank, aligned=aligned))
-            return call()
+            return call(None)
 
     @contextmanager
     def begun(
         self, given: StepInputs, pack: Pack, *more: Sequence[int]
-    ) -> Iterator[tuple[Callable[[], torch.Tensor], Sequence[torch.Tensor]]]:
-        """A step is under way: what computes it, and ``more`` numbers on the device."""
+    ) -> Iterator[tuple[Callable[[torch.Tensor | None], torch.Tensor], Sequence[torch.Tensor]]]:
+        """A step is under way: what computes it, its logits where it is told, and ``more`` numbers on the device."""
         inputs = given.tokens, given.positions, given.kept, *more
         tokens, positions, kept, *others = self.attention.begin(given.parts, inputs, pack)
 
-        def call() -> torch.Tensor:
+        def call(out: torch.Tensor | None) -> torch.Tensor:
             logits: torch.Tensor = self._model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
             ).logits[0]
-            return logits.float()
+            return logits.float() if out is None else out.copy_(logits)
 
         try:
             yield call, others

@@ -1,10 +1,10 @@
-"""Steps of single tokens as CUDA graphs: captured once, replayed with other numbers.
+"""A runtime's steps as CUDA graphs: captured once, replayed with other numbers.
 
 A step of an 8B model is some hundred kernels, and giving them to a GPU one by one takes the host longer than the GPU
 needs to compute them. A graph is given at once. It reads what changes from step to step, all that a step's tables have,
-at one place, and has more rows than most steps: those of no token do nothing. Weights and adapters are where they were
-when it was captured, or it is forgotten. A step with tokens of a prompt, or with an adapter that has parameters of its
-own, is computed without.
+at one place, and has room for more than most steps have: rows, pieces of prompts and of adapters. Those that are none
+do nothing. Weights and adapters are where they were when it was captured, or it is forgotten. A step with an adapter
+that has parameters of its own is computed without.
 
 Graphs and their memory end with the seat. What is captured has run before, so all that it needs is there.
 """
@@ -15,11 +15,12 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from dormouse.gpuserver.runtime.batch import STEP_SEQUENCES
+from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, pieces_of
 
@@ -27,7 +28,19 @@ if TYPE_CHECKING:
     from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
 
 ROWS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, STEP_SEQUENCES + 1, 16))
-"""Rows that graphs have: with few more than there are sequences, products take as long."""
+"""Sequences that graphs of steps without prompts have room for: with few more, products take as long."""
+
+TOKENS: Final = (16, 32, 64, 96, 128, 192, 256, *range(384, GPU_STEP_TOKENS + STEP_SEQUENCES + 1, 128))
+"""Tokens that those of other steps have room for."""
+
+KEPT: Final = (32, STEP_SEQUENCES)
+"""Rows of logits, likewise."""
+
+SINGLES: Final = (0, 8, 32, STEP_SEQUENCES)
+"""Single tokens beside prompts, likewise."""
+
+PIECES: Final = (8, 16, 32, 64, 128, 256)
+"""Of prompts, and of rows of one adapter, likewise."""
 
 GRAPHS: Final = 32
 """Graphs of one runtime: beyond that, those go that were not used for longest."""
@@ -40,6 +53,9 @@ BLOCKS: Final = 1 << 14
 
 NOWHERE: Final = -1
 """The place of a token that is none."""
+
+FREE: Final = -1
+"""The width of a column that has as many numbers as it has."""
 
 
 class Replay(Protocol):
@@ -76,53 +92,90 @@ class CudaCapture:
         return replay
 
 
-class FixedColumns:
-    """Where the numbers of steps are on the device, at the same place each time: columns of a number for each row,
-    filled up with zeros, but the first one with NOWHERE, and one of any length, ``free``.
+class Adapted(NamedTuple):
+    """Of adapters: the largest rank, the products that they add to, entries of these tables, whether all tensors are
+    aligned; and pieces of rows, of all tokens and of those that want logits.
     """
 
-    def __init__(self, device: torch.device, count: int, free: int, room: int) -> None:
-        self._starts = [index * ROWS[-1] for index in range(count)]
-        self._starts[free:] = [start - ROWS[-1] for start in self._starts[free:]]
-        self._starts[free] = self._end = (count - 1) * ROWS[-1]  # last, so that all that is used is one copy
-        self._free, self.room = free, room
-        self._here = torch.zeros(self._end + room, dtype=torch.int64)
+    rank: int
+    tables: frozenset[int]
+    size: int
+    aligned: bool
+    pieces: int = 0
+    kept_pieces: int = 0
+
+
+class Kind(NamedTuple):
+    """What is the same in all steps that one graph computes: what it has room for, and how contexts are split."""
+
+    tokens: int
+    kept: int
+    singles: int
+    pieces: int
+    splits: int = 1
+    adapted: Adapted | None = None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the columns of a step: places, the backend's for single tokens and for pieces of prompts, what the model
+        is given; and for all tokens, and for those kept, whose they are and the pieces of adapters.
+        """
+        of_prompts = FREE, *[self.pieces] * 4
+        columns = self.tokens, FREE, *[self.singles] * 4, *of_prompts, self.tokens, self.tokens, self.kept
+        if self.adapted is None:
+            return columns
+        more = self.tokens, *[self.adapted.pieces] * 3, self.kept, *[self.adapted.kept_pieces] * 3
+        return *columns, *more
+
+
+def room_for(number: int, sizes: Sequence[int]) -> int:
+    return sizes[bisect_left(sizes, number)]
+
+
+LARGEST: Final = Kind(
+    TOKENS[-1], KEPT[-1], SINGLES[-1], PIECES[-1], 1, Adapted(0, frozenset(), 0, False, PIECES[-1], PIECES[-1])
+)
+
+
+class FixedColumns:
+    """Where the numbers of steps are on the device, at the same place each time: columns that are filled up with zeros,
+    but the first one with NOWHERE, and free ones, each with ``room``.
+    """
+
+    def __init__(self, device: torch.device, most: Sequence[int], room: int) -> None:
+        self.room, self._end = room, sum(width for width in most if width != FREE)
+        starts, free_starts = accumulate(most, _and_width, initial=0), count(self._end, room)
+        self._starts = [
+            next(free_starts) if width == FREE else start for width, start in zip(most, starts, strict=False)
+        ]
+        self._here = torch.zeros(self._end + room * most.count(FREE), dtype=torch.int64)
         if device.type == "cuda":
             self._here = self._here.pin_memory()
         self._numbers = self._here.numpy()
         self._there = torch.zeros_like(self._here, device=device)
 
-    def put(self, rows: int, columns: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-        """Those without any number stay so. Nobody may be about to read the last ones."""
-        found = []
-        for index, (start, column) in enumerate(zip(self._starts, columns, strict=False)):
-            width = len(column) if index == self._free or not column else rows
-            self._numbers[start : start + len(column)] = column
-            self._numbers[start + len(column) : start + width] = 0 if index else NOWHERE
+    def put(self, widths: Sequence[int], columns: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+        """These, filled up to these widths. Nobody may be about to read the last ones."""
+        found, used = [], [(0, self._end)]
+        for start, width, column in zip(self._starts, widths, columns, strict=False):
+            end = start + len(column)
+            self._numbers[start:end] = column
+            if width == FREE:
+                width = len(column)
+                used.append((start, end))
+            self._numbers[end : start + width] = 0 if start else NOWHERE
             found.append(self._there[start : start + width])
-        used = self._end + len(columns[self._free])
-        self._there[:used].copy_(self._here[:used], non_blocking=True)
+        for start, end in used:
+            self._there[start:end].copy_(self._here[start:end], non_blocking=True)
         return tuple(found)
 
 
-class Kind(NamedTuple):
-    """What is the same in all steps that one graph computes. Of adapters: ``rank``, ``tables``, ``size`` of these, and
-    whether they are ``aligned``.
-    """
-
-    rows: int
-    splits: int
-    rank: int = 0
-    size: int = 0
-    tables: frozenset[int] = frozenset()
-    aligned: bool = True
+def _and_width(start: int, width: int) -> int:
+    return start + max(0, width)
 
 
 class StepGraphs:
     """Of one runtime, whose attention is by ``backend``."""
-
-    COLUMNS: Final = 1 + 10 + 3 + 1 + 3
-    """Places, the backend's, the model's inputs, and of adapters each row's and the pieces."""
 
     def __init__(self, forward: Forward, backend: "TritonBackend", capture: Callable[[], Capture]) -> None:
         self._forward, self._backend, self._new_capture = forward, backend, capture
@@ -130,18 +183,19 @@ class StepGraphs:
         self._fixed: FixedColumns | None = None
         self._version = -1  # of adapters, of which the next two are
         self._mixed: frozenset[int] = frozenset()
-        self._adapted = Kind(0, 0)
+        self._adapted: Adapted | None = None
         self.forget()
 
     def forget(self) -> None:
         """Weights are elsewhere from now on, or their seat ends: its memory is another's."""
         self._graphs: OrderedDict[Kind, Replay] = OrderedDict()
         self._steps: Counter[Kind] = Counter()  # without a graph
+        self._logits: dict[int, torch.Tensor] = {}  # where those of all graphs with so much room for them are
         self._capture: Capture | None = None
         self.trouble = ""  # why no step is captured any more
 
     def logits(self, given: StepInputs) -> torch.Tensor | None:
-        """A row for each part; None for a step that is to be computed otherwise."""
+        """A row for each that is kept; None for a step that is to be computed otherwise."""
         kind = None if self.trouble else self._kind(given)
         if kind is None:
             return None
@@ -155,25 +209,35 @@ class StepGraphs:
             replay = None
         with self._begun(kind, given) as call:
             if replay is None:
-                logits = call()
-                self._keep(kind, call)
+                logits = call(None)
+                self._keep(kind, call, logits)
             else:
                 self._graphs.move_to_end(kind)
                 self.replayed += 1
                 logits = replay()
-        return logits[: len(given.parts)]
+        return logits[: len(given.kept)]
 
     def _kind(self, given: StepInputs) -> Kind | None:
-        if any(part.tokens > 1 for part in given.parts):
-            return None
-        rows = ROWS[bisect_left(ROWS, len(given.parts))]
-        kind = Kind(rows, self._backend.splits(given.parts, rows))
+        tokens, kept = len(given.tokens), len(given.kept)
+        prompts = [part.tokens for part in given.parts if part.tokens > 1]
+        if prompts:
+            pieces = sum(-(-each // self._backend.PIECE_TOKENS) for each in prompts)
+            rooms = room_for(tokens, TOKENS), room_for(kept, KEPT), room_for(len(given.parts) - len(prompts), SINGLES)
+            kind = Kind(*rooms, room_for(pieces, PIECES))
+        else:
+            rows = room_for(tokens, ROWS)
+            kind = Kind(rows, rows, rows, 0)
+        kind = kind._replace(splits=self._backend.splits(given.parts, kind.singles))
         if not (numbers := given.adapters):
             return kind
         self._follow()
-        if not numbers <= self._mixed:
+        if self._adapted is None or not numbers <= self._mixed:
             return None
-        return self._adapted._replace(rows=kind.rows, splits=kind.splits)
+        found = found_kept = kind.tokens  # of single tokens there may be as many
+        if prompts:
+            own = given.owners, given.owners_kept
+            found, found_kept = (room_for(len(pieces_of(each, self._backend.PIECE_ROWS)[0]), PIECES) for each in own)
+        return kind._replace(adapted=self._adapted._replace(pieces=found, kept_pieces=found_kept))
 
     def _follow(self) -> None:
         """Adapters that have come and gone."""
@@ -181,8 +245,9 @@ class StepGraphs:
         if self._version == adapters.version:
             return
         self._version, self._mixed, tables = adapters.version, adapters.mixed, adapters.tables
-        rank, size = adapters.most_rank(self._mixed), max((len(table.native) for table in tables), default=0)
-        self._adapted = Kind(0, 0, rank, size, frozenset(map(id, tables)), adapters.aligned(self._mixed))
+        if tables:
+            rank, aligned = adapters.most_rank(self._mixed), adapters.aligned(self._mixed)
+            self._adapted = Adapted(rank, frozenset(map(id, tables)), len(tables[0].native), aligned)
         self._backend.follow(tables)
 
     def _make_room(self, given: StepInputs) -> bool:
@@ -191,38 +256,42 @@ class StepGraphs:
         if self._fixed is not None and blocks <= self._fixed.room:
             return False
         self.forget()
-        self._fixed = FixedColumns(device, self.COLUMNS, 1, max(BLOCKS, 1 << blocks.bit_length()))
+        self._fixed = FixedColumns(device, LARGEST.widths, max(BLOCKS, 1 << blocks.bit_length()))
         return True
 
     @contextmanager
-    def _begun(self, kind: Kind, given: StepInputs) -> Iterator[Callable[[], torch.Tensor]]:
-        fixed = self._fixed
+    def _begun(self, kind: Kind, given: StepInputs) -> Iterator[Callable[[torch.Tensor | None], torch.Tensor]]:
+        fixed, rows, of = self._fixed, self._backend.PIECE_ROWS, kind.adapted
         assert fixed is not None
 
         def pack(_: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-            return fixed.put(kind.rows, columns)
+            return fixed.put(kind.widths, columns)
 
-        owners = given.owners if kind.rank else []
-        more = (owners, *pieces_of(owners, self._backend.PIECE_ROWS)) if kind.rank else ()
+        owners = (given.owners, given.owners_kept) if of is not None else ([], [])
+        more = [column for each in owners for column in (each, *pieces_of(each, rows))] if of is not None else []
         with self._forward.begun(given, pack, *more) as (call, of_adapters):
-            if kind.rank:
-                tokens, *pieces = of_adapters
-                known = {(kept, self._backend.PIECE_ROWS): tuple(pieces) for kept in (False, True)}
-                rows = (owners, owners), self._mixed, kind.rank, known, kind.aligned
-                self._forward.mix(AdapterRows(tokens, tokens, *rows))
+            if of is not None:
+                tokens, *pieces, kept = of_adapters[:5]
+                known = {(False, rows): tuple(pieces), (True, rows): tuple(of_adapters[5:])}
+                self._forward.mix(AdapterRows(tokens, kept, owners, self._mixed, of.rank, known, of.aligned))
             yield call
 
-    def _keep(self, kind: Kind, call: Callable[[], torch.Tensor]) -> None:
-        """From now on such steps are replayed."""
+    def _keep(self, kind: Kind, call: Callable[[torch.Tensor | None], torch.Tensor], logits: torch.Tensor) -> None:
+        """From now on such steps are replayed, with logits like these."""
         if self._capture is None:
             self._capture = self._new_capture()
         try:
-            self._graphs[kind] = self._capture(call)
+            most = room_for(kind.kept, KEPT)
+            if most not in self._logits:
+                self._logits[most] = logits.new_empty(most, logits.shape[-1])
+            out = self._logits[most][: kind.kept]
+            self._graphs[kind] = self._capture(lambda: call(out))
         except RuntimeError as error:
             self.trouble = f"{type(error).__name__}: {error}"
             print(f"steps are computed without graphs: {self.trouble}", file=sys.stderr)
         if len(self._graphs) > GRAPHS:
-            self._graphs.popitem(last=False)
+            gone, _ = self._graphs.popitem(last=False)
+            del self._steps[gone]
 
 
 def graphs_for(forward: Forward) -> StepGraphs | None:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import models, step_graphs
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
-from dormouse.gpuserver.runtime.step_graphs import AFTER, GRAPHS, NOWHERE, ROWS, FixedColumns, StepGraphs
+from dormouse.gpuserver.runtime.step_graphs import AFTER, FREE, GRAPHS, NOWHERE, ROWS, FixedColumns, StepGraphs
 
 if not triton_here.HERE:
     pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
@@ -109,6 +109,47 @@ def test_nothing_is_written_for_rows_of_no_token() -> None:
     assert written == per_token * sum(len(sequence.tokens) - 1 for sequence in begun)
 
 
+def test_prompts_are_replayed_beside_single_tokens() -> None:
+    """In pieces, of one and of several; also where nothing is sampled yet."""
+    model = reference("llama", num_hidden_layers=2)
+    made, again = engine(model)
+    made.batch = Batch(made.blocks, step_tokens=24)
+    begun = [begin(made, 0, prompts(0, 5)[0], 26)]
+    for number, length in enumerate((60, 61, 30, 70, 24, 9, 12), 1):
+        made.step()
+        begun.append(begin(made, number, prompts(number, length)[0], 3))
+        for _ in range(3):
+            made.step()
+    finish(made)
+    right(model, *begun)
+    assert made.graphs is not None
+    kinds = [kind for kind in made.graphs._graphs if kind.pieces]
+    assert {kind.tokens for kind in kinds} == {16, 32}
+    assert again.captured == len(made.graphs._graphs)
+    layout = made.attention.layout
+    written = int((~made.attention.memory.isnan()).sum())
+    assert written <= layout.block_nbytes // 4 // layout.block_tokens * sum(len(each.tokens) - 1 for each in begun)
+
+
+def test_prompts_with_adapters_are_replayed() -> None:
+    model = reference("llama", num_hidden_layers=1)
+    made, again = engine(model)
+    every = [adapter(model, 1), adapter(model, 2, rank=20)]
+    for each in every:
+        made.bind(made.adapters.open(), each)
+    before = 0
+    for turn in range(AFTER + 3):
+        owners = [turn % 2, NO_ADAPTER, 1]
+        texts = [prompts(9 * turn + each, 19 - turn)[0] for each in range(len(owners))]
+        begun = [begin(made, each, texts[each], 1, adapter=of) for each, of in enumerate(owners)]
+        before = replayed(made)
+        finish(made)
+        for sequence, of in zip(begun, owners, strict=True):
+            with adapted(model, {} if of == NO_ADAPTER else every[of]):
+                right(model, sequence)
+    assert (again.captured, replayed(made) - before) == (1, 1)
+
+
 def test_longer_contexts_have_graphs_of_their_own() -> None:
     """They are cut into more splits."""
     model = reference("llama", num_hidden_layers=1, max_position_embeddings=1024)
@@ -121,7 +162,7 @@ def test_longer_contexts_have_graphs_of_their_own() -> None:
 
 def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() -> None:
     model = reference("llama", num_hidden_layers=2)
-    made, again = engine(model)
+    made, _ = engine(model)
     every = [
         adapter(model, 1, only="proj"),
         adapter(model, 2, rank=20, only="proj"),
@@ -140,26 +181,35 @@ def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() ->
             with adapted(model, {} if of == NO_ADAPTER else every[of]):
                 right(model, sequence)
 
+    def replayed_since(before: int) -> tuple[int, int]:
+        """Graphs of single tokens, and what was replayed."""
+        assert made.graphs is not None
+        return sum(not kind.pieces for kind in made.graphs._graphs), replayed(made) - before
+
+    before = 0
     check(NO_ADAPTER, 1, 0, 1)
-    assert (again.captured, replayed(made)) == (1, 8 - AFTER - 1)
+    assert replayed_since(before) == (1, 8 - AFTER - 1)
+    before = replayed(made)
     check(1, 1, 0, 0)  # the same kind of step
-    assert (again.captured, replayed(made)) == (1, 2 * 8 - AFTER - 1)
+    assert replayed_since(before) == (1, 8)
     made.bind(made.adapters.open(), every[2])  # to products that have a table
+    before = replayed(made)
     check(2, 1, NO_ADAPTER, 0)
-    assert (again.captured, replayed(made)) == (1, 3 * 8 - AFTER - 1)
+    assert replayed_since(before) == (1, 8)
     made.unbind(1)
     made.adapters.close(1)
     assert made.adapters.open() == 1
     every[1] = adapter(model, 7, rank=20, only="proj")
     made.bind(1, every[1])
+    before = replayed(made)
     check(2, 1, 1, 0)
-    assert (again.captured, replayed(made)) == (1, 4 * 8 - AFTER - 1)
+    assert replayed_since(before) == (1, 8)
     check(*[NO_ADAPTER] * 4)
-    assert again.captured == 2  # without what adapters add
+    assert replayed_since(before)[0] == 2  # without what adapters add
     made.bind(made.adapters.open(), adapter(model, 5, only="lm_head"))
     every.append(adapter(model, 5, only="lm_head"))
     check(3, 1, 2, 0)
-    assert again.captured == 3  # one product more
+    assert replayed_since(before)[0] == 3  # one product more
 
 
 def test_an_adapter_with_parameters_of_its_own_is_computed_without() -> None:
@@ -237,14 +287,14 @@ def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         finish(made)
         assert len(made.graphs._graphs) <= 2
     assert len(ROWS) <= GRAPHS
-    assert again.captured == 4  # the first went for the third
+    assert again.captured == 6  # two of them of prompts; the first goes for the third
 
 
 def test_columns_are_where_they_were_and_full() -> None:
-    fixed = FixedColumns(torch.device("cpu"), 4, 1, 100)
-    first = fixed.put(4, [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], [], [3, 3, 3]])
-    assert [each.tolist() for each in first] == [[5, 6, 7, NOWHERE], [*range(1, 9)], [], [3, 3, 3, 0]]
-    second = fixed.put(4, [[9], [8], [], [2]])
-    assert [each.data_ptr() for each in first if len(each)] == [each.data_ptr() for each in second if len(each)]
-    assert [each.tolist() for each in second] == [[9, NOWHERE, NOWHERE, NOWHERE], [8], [], [2, 0, 0, 0]]
-    assert [each.tolist() for each in fixed.put(1, [[4], [1]])] == [[4], [1]]
+    fixed = FixedColumns(torch.device("cpu"), [4, FREE, 4, 2, FREE], 100)
+    first = fixed.put([4, FREE, 0, 2, FREE], [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], [], [3], [2, 2]])
+    assert [each.tolist() for each in first] == [[5, 6, 7, NOWHERE], [*range(1, 9)], [], [3, 0], [2, 2]]
+    second = fixed.put([3, FREE, 3, 2, FREE], [[9], [8], [4], [], []])
+    assert [each.data_ptr() for each in first if len(each)][:3] == [second[at].data_ptr() for at in (0, 1, 3)]
+    assert [each.tolist() for each in second] == [[9, NOWHERE, NOWHERE], [8], [4, 0, 0], [0, 0], []]
+    assert [each.tolist() for each in fixed.put([1, FREE], [[4], [1]])] == [[4], [1]]

@@ -98,6 +98,7 @@ class _OfStep(NamedTuple):
 class TritonBackend:
     """``processors``: how many multiprocessors the GPU has; 0: as torch says."""
 
+    PIECE_TOKENS: Final = PIECE_TOKENS
     PIECE_ROWS: Final = ROWS_OF_ADAPTER
     """Rows beside each other of one adapter that a program has at most."""
 
