@@ -125,12 +125,16 @@ def graphs_told(engine: Engine) -> dict[str, Any]:
     if graphs is None:
         return {"graphs": None}
     told = {"graphs": len(graphs._graphs), "replayed": graphs.replayed, "trouble": graphs.trouble}
-    settle()
-    before = torch.cuda.mem_get_info()[0]
+    before = free_nbytes()
     graphs.forget()
+    return told | {"MiB that came back without them": (free_nbytes() - before) / (1 << 20)}
+
+
+def free_nbytes() -> int:
+    settle()
     gc.collect()
     torch.cuda.empty_cache()
-    return told | {"MiB that came back without them": (torch.cuda.mem_get_info()[0] - before) / (1 << 20)}
+    return torch.cuda.mem_get_info()[0]
 
 
 def peer_of(shape: str, dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> Any:
@@ -214,7 +218,7 @@ def lora(told: Told, shape: str, quick: bool) -> list[Goal]:
     sides: dict[str, list[int] | None] = {"base": None, "mixed": [numbers[each % ADAPTERS] for each in range(batch)]}
     found: dict[str, list[float]] = {side: [] for side in sides}
     serial = iter(range(1, 1 << 20))
-    for turn in range(2 if quick else 5):
+    for turn in range(2 if quick else 9):
         for side in sorted(sides, reverse=bool(turn % 2)):
             prompts = [prompt(next(serial), PROMPT, shape) for _ in range(batch)]
             steps: list[float] = []
