@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -58,11 +58,8 @@ FREE: Final = -1
 """The width of a column that has as many numbers as it has."""
 
 
-class Replay(Protocol):
-    """A captured step: computes its logits anew, at one place."""
-
-    def __call__(self) -> torch.Tensor: ...
-
+Replay = Callable[[], torch.Tensor]
+"""A captured step: computes its logits anew, at one place."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 """Makes a replay of what this launches; it is not computed yet. Raises RuntimeError if it cannot be captured."""
@@ -143,11 +140,10 @@ class FixedColumns:
     """
 
     def __init__(self, device: torch.device, most: Sequence[int], room: int) -> None:
-        self.room, self._end = room, sum(width for width in most if width != FREE)
-        starts, free_starts = accumulate(most, _and_width, initial=0), count(self._end, room)
-        self._starts = [
-            next(free_starts) if width == FREE else start for width, start in zip(most, starts, strict=False)
-        ]
+        *starts, self._end = accumulate((0 if width == FREE else width for width in most), initial=0)
+        free = count(self._end, room)
+        self._starts = [next(free) if width == FREE else start for width, start in zip(most, starts, strict=True)]
+        self.room = room
         self._here = torch.zeros(self._end + room * most.count(FREE), dtype=torch.int64)
         if device.type == "cuda":
             self._here = self._here.pin_memory()
@@ -168,10 +164,6 @@ class FixedColumns:
         for start, end in used:
             self._there[start:end].copy_(self._here[start:end], non_blocking=True)
         return tuple(found)
-
-
-def _and_width(start: int, width: int) -> int:
-    return start + max(0, width)
 
 
 class StepGraphs:

@@ -151,13 +151,15 @@ def test_prompts_with_adapters_are_replayed() -> None:
 
 
 def test_longer_contexts_have_graphs_of_their_own() -> None:
-    """They are cut into more splits."""
+    """They are cut into more splits, whose sums are merged; not those of the fourth row, which is none."""
     model = reference("llama", num_hidden_layers=1, max_position_embeddings=1024)
     made, again = engine(model, processors=132)
-    sequence = begin(made, 0, prompts(3, 505)[0], 20)
+    begun = [begin(made, number, prompts(3 + number, length)[0], 20) for number, length in enumerate((505, 9, 9))]
     finish(made)
-    right(model, sequence)
-    assert (again.captured, replayed(made)) == (2, 20 - 1 - 2 * (AFTER + 1))
+    right(model, *begun)
+    assert made.graphs is not None
+    assert [(kind.tokens, kind.splits) for kind in made.graphs._graphs] == [(4, 1), (4, 2)]
+    assert (again.captured, replayed(made)) == (2, 20 - 2 - 2 * (AFTER + 1))
 
 
 def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() -> None:

@@ -21,7 +21,7 @@ ROWS: Final = 16
 
 RANKS: Final = 16
 INPUTS: Final = 128
-OUTPUTS: Final = 128
+OUTPUTS: Final = 256
 SPLIT_INPUTS: Final = 512
 """A product of so many is worth a program of its own: there are few pieces in a step, and many multiprocessors."""
 
