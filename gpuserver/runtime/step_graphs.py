@@ -102,7 +102,7 @@ class Adapted(NamedTuple):
     kept_pieces: int = 0
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """What is the same in all steps that one graph computes: what it has room for, and how contexts are split."""
 
     tokens: int
@@ -129,7 +129,7 @@ def room_for(number: int, sizes: Sequence[int]) -> int:
     return sizes[bisect_left(sizes, number)]
 
 
-LARGEST: Final = Kind(
+LARGEST: Final = StepKind(
     TOKENS[-1], KEPT[-1], SINGLES[-1], PIECES[-1], 1, Adapted(0, frozenset(), 0, False, PIECES[-1], PIECES[-1])
 )
 
@@ -180,8 +180,8 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Weights are elsewhere from now on, or their seat ends: its memory is another's."""
-        self._graphs: OrderedDict[Kind, Replay] = OrderedDict()
-        self._steps: Counter[Kind] = Counter()  # without a graph
+        self._graphs: OrderedDict[StepKind, Replay] = OrderedDict()
+        self._steps: Counter[StepKind] = Counter()  # without a graph
         self._logits: dict[int, torch.Tensor] = {}  # where those of all graphs with so much room for them are
         self._capture: Capture | None = None
         self.trouble = ""  # why no step is captured any more
@@ -209,16 +209,16 @@ class StepGraphs:
                 logits = replay()
         return logits[: len(given.kept)]
 
-    def _kind(self, given: StepInputs) -> Kind | None:
+    def _kind(self, given: StepInputs) -> StepKind | None:
         tokens, kept = len(given.tokens), len(given.kept)
         prompts = [part.tokens for part in given.parts if part.tokens > 1]
         if prompts:
             pieces = sum(-(-each // self._backend.PIECE_TOKENS) for each in prompts)
             rooms = room_for(tokens, TOKENS), room_for(kept, KEPT), room_for(len(given.parts) - len(prompts), SINGLES)
-            kind = Kind(*rooms, room_for(pieces, PIECES))
+            kind = StepKind(*rooms, room_for(pieces, PIECES))
         else:
             rows = room_for(tokens, ROWS)
-            kind = Kind(rows, rows, rows, 0)
+            kind = StepKind(rows, rows, rows, 0)
         kind = kind._replace(splits=self._backend.splits(given.parts, kind.singles))
         if not (numbers := given.adapters):
             return kind
@@ -252,7 +252,7 @@ class StepGraphs:
         return True
 
     @contextmanager
-    def _begun(self, kind: Kind, given: StepInputs) -> Iterator[Callable[[torch.Tensor | None], torch.Tensor]]:
+    def _begun(self, kind: StepKind, given: StepInputs) -> Iterator[Callable[[torch.Tensor | None], torch.Tensor]]:
         fixed, rows, of = self._fixed, self._backend.PIECE_ROWS, kind.adapted
         assert fixed is not None
 
@@ -268,7 +268,7 @@ class StepGraphs:
                 self._forward.mix(AdapterRows(tokens, kept, owners, self._mixed, of.rank, known, of.aligned))
             yield call
 
-    def _keep(self, kind: Kind, call: Callable[[torch.Tensor | None], torch.Tensor], logits: torch.Tensor) -> None:
+    def _keep(self, kind: StepKind, call: Callable[[torch.Tensor | None], torch.Tensor], logits: torch.Tensor) -> None:
         """From now on such steps are replayed, with logits like these."""
         if self._capture is None:
             self._capture = self._new_capture()
