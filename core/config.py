@@ -11,6 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from dormouse.core.paths import default_run_directory, home_directory
+from dormouse.core.sandbox.reach import places
 from dormouse.core.sandbox.world import World
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
@@ -194,12 +195,18 @@ class EnvironmentsSection(_Section, frozen=True, kw_only=True):
 
     index: str = "https://pypi.org/simple"  # the package index, as pip names it; "": none, find_links alone
     find_links: tuple[str, ...] = ()  # as pip's: folders of wheels, or pages with links to such
-    builds: bool = False  # whether --allow-build is granted, which runs code of packages with the machine's network
+    hosts: tuple[str, ...] = ()  # that builds may reach beside these: "files.example.org", or with a port
+    builds: bool = False  # whether --allow-build is granted, which runs code of packages
     time_ms: int = 600_000  # for one to be built
     size: str = "4GiB"  # of one
     store: str = "16GiB"  # of all
     tenant_store: str = ""  # of those of one tenant; default: a quarter of `store` on a node of many, else all of it
     idle_ms: int = 60_000  # after which the zygote of functions that need one of their own ends
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Places that builds may reach. Raises ValueError."""
+        return places((self.index, *self.find_links), self.hosts)
 
     @property
     def local_paths(self) -> tuple[str, ...]:

@@ -141,6 +141,13 @@ def _slips(config: NodeConfig) -> Iterator[str]:
             yield f"{label} is {value}; write {wanted}"
     if (endpoint := config.tracing.endpoint) and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", endpoint):
         yield f"tracing.endpoint is {endpoint!r}; write http:// or https://, a host and a port"
+    try:
+        _ = config.environments.reached
+    except ValueError as error:
+        yield (
+            'environments.index, find_links and hosts name hosts, like "files.example.org" or '
+            f'"files.example.org:8443"; one of them does not ({error})'
+        )
     for entry in gpu.operators:
         if not re.fullmatch(r"[A-Za-z_]\w*(:[A-Za-z_][\w.]*)?", entry):
             yield (

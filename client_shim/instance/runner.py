@@ -235,7 +235,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     if fork.build is not None:
         from dormouse.core.sandbox.builder import build  # imports what instances do not need
 
-        build(fork.build, source)
+        build(fork.build, source, arena_fd)
     if own := os.environ.get(ENVIRONMENT):
         _use(own)
     context.label_log_records()

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,11 @@ class BuildFailed(Exception):
         self.code = code
 
 
-def build(order: BuildOrder, requirements: bytes) -> NoReturn:
+def build(order: BuildOrder, requirements: bytes, channel_fd: int) -> NoReturn:
     """See the module. Does not return."""
     place = Path(os.environ[ENVIRONMENT])
     try:
-        result = _built(place, order, requirements)
+        result = _built(place, order, requirements, _listen(channel_fd) if order.way_out else "")
     except BuildFailed as failure:
         result = {"code": failure.code, "text": str(failure)}
     except OSError as error:
@@ -50,7 +51,14 @@ def build(order: BuildOrder, requirements: bytes) -> NoReturn:
         os._exit(0)
 
 
-def _built(place: Path, order: BuildOrder, requirements: bytes) -> dict[str, Any]:
+def _listen(channel_fd: int) -> str:
+    """Where the way out (way_out.py) answers from now on."""
+    with socket.socket(fileno=channel_fd) as channel, socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.send_fds(channel, [b" "], [listener.fileno()])
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _built(place: Path, order: BuildOrder, requirements: bytes, proxy: str) -> dict[str, Any]:
     """Raises BuildFailed, OSError."""
     held = _held()
     wanted, constraints, report = place / "requirements.txt", place / "constraints.txt", place / "report.json"
@@ -58,7 +66,7 @@ def _built(place: Path, order: BuildOrder, requirements: bytes) -> dict[str, Any
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(held.items())))
     (place / "tmp").mkdir()
     os.environ["TMPDIR"] = str(place / "tmp")  # a wheel may have gigabytes, and all other places are memory
-    pip = _Pip(order)
+    pip = _Pip(order, proxy)
     print("the node looks for what the function needs", flush=True)
     pip.run("install", "--dry-run", "--report", str(report), "-r", str(wanted), "-c", str(constraints))
     found = json.loads(report.read_text())["install"]
@@ -103,14 +111,15 @@ def _locked(found: dict[str, Any], held: dict[str, str]) -> str:
 class _Pip:
     """pip of the functions' interpreter."""
 
-    def __init__(self, order: BuildOrder) -> None:
+    def __init__(self, order: BuildOrder, proxy: str = "") -> None:
         self._order = order
         links = [word for link in order.find_links for word in ("--find-links", link)]
         self._source = ["--index-url", order.index, *links] if order.index else ["--no-index", *links]
         quiet = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         quiet |= {"PIP_NO_CACHE_DIR": "1", "PIP_BREAK_SYSTEM_PACKAGES": "1", "PIP_PROGRESS_BAR": "off"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-        self._environment = kept | quiet | order.variables
+        out = dict.fromkeys(("PIP_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
+        self._environment = kept | quiet | order.variables | (out if proxy else {})
 
     def run(self, *words: str) -> None:
         """What it says is printed as it comes. Raises BuildFailed."""
@@ -143,8 +152,12 @@ class _Pip:
         errors = "\n".join(line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: "))
         errors = errors or said.strip()
         missing = re.search(r"No matching distribution found for ([A-Za-z0-9._-]+)", said)
+        refused = re.search(r"((\S+) is neither the index nor in \[environments\] hosts)", said)
+        if refused is not None:
+            text = f"the build wanted to reach another host: {refused[1]}; add {refused[2]!r} there if it may"
+            return BuildFailed("host_refused", text)
         none = missing is not None and "(from versions: none)" in said
-        broken = re.search(r"after connection broken by .*?(\[Errno [^\]]*\] [^'\")]*)", said)
+        broken = re.search(r"(?:after connection broken by .*?|cannot be reached: )(\[Errno [^\]]*\] [^'\")]*)", said)
         if none and broken is not None:
             text = f"the package index cannot be reached ({broken[1]}); [environments] index in the node file names it"
             return BuildFailed("index_unreachable", text)

@@ -239,6 +239,8 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     if level.flags:
         root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid, cell.network)
         _enter(level, root, cell.place, cell.uid)
+        if cell.builds and level.net:
+            linux.raise_loopback()  # there its way out is heard (way_out.py)
     _limit(cell.limits, level)
     with suppress(OSError):  # no CAP_SETPCAP: then there is nothing to lose, and no_new_privs gives nothing back
         linux.drop_bounding_set()

@@ -5,8 +5,11 @@ Thin names over libc; every failure is an OSError. What to call in which order i
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
+import socket
+import struct
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -24,6 +27,9 @@ MS_BIND: Final = 4096
 MS_REC: Final = 16384
 MS_UNBINDABLE: Final = 1 << 17
 MS_PRIVATE: Final = 1 << 18
+
+_SIOCSIFFLAGS: Final = 0x8914
+_IFF_UP: Final = 1
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
@@ -136,6 +142,12 @@ def set_dumpable(dumpable: bool) -> None:
 
 def set_no_new_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+
+
+def raise_loopback() -> None:
+    """Of a network namespace that is ours: it begins without."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
 def set_name(name: str) -> None:

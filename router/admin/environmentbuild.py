@@ -4,6 +4,8 @@ takes more than it may. Decides nothing of what is built, or for whom.
 
 import asyncio
 import os
+import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,13 +27,15 @@ REQUIREMENTS: Final = "requirements.txt"
 BUILT: Final = "built"
 """The folder that the build may write."""
 
+WAY_OUT: Final = "dormouse.core.sandbox.way_out"
+
 LEAST_FREE_NBYTES: Final = 1 << 20
 """On the disk: with less, a build could not even say how it ended."""
 
 LOOK_S: Final = 1.0
 """How often it is looked at what it takes."""
 
-VARIABLES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy", "PIP_CERT")
+VARIABLES: Final = ("PIP_CERT",)
 """Of the node, which pip needs to reach an index."""
 
 _DEVICE: Final = m.DeviceInfo(name="", total_nbytes=0, capability=(0, 0), multiprocessors=0)
@@ -100,7 +104,7 @@ class Builder:
     def __init__(self, node: Node, directory: Path) -> None:
         self._node, self._directory = node, directory
         config = node.config.environments
-        self.index, self.find_links = config.index, list(config.find_links)
+        self.index, self.find_links, self._reached = config.index, list(config.find_links), config.reached
         self.variables = {each: os.environ[each] for each in VARIABLES if each in os.environ}
         self._size, self._time_s = config.size, config.time_ms / 1000
         self._numbers = count(1)
@@ -139,7 +143,6 @@ class Builder:
         os.mkdir(directory, 0o700)
         os.chown(directory, self._node.instances.builder_uid, -1)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        arena_fd = os.memfd_create("dormouse-no-arena", os.MFD_CLOEXEC)
         os.set_blocking(read_fd, False)
 
         def hear() -> None:
@@ -151,12 +154,16 @@ class Builder:
 
         ended = self._ends[name] = loop.create_future()
         loop.add_reader(read_fd, hear)
+        way_out: asyncio.subprocess.Process | None = None
         try:
             try:
-                self._node.plain.fork(self._fork(name, directory, place, sources), (write_fd, arena_fd))
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with ours, theirs:
+                    if self._reached:
+                        way_out = await self._way_out(ours, write_fd)
+                    self._node.plain.fork(self._fork(name, directory, place, sources), (write_fd, theirs.fileno()))
             finally:
                 os.close(write_fd)
-                os.close(arena_fd)
             failure = await self._watched(place, self.bounds(sources), ended)
             if failure is not None:
                 self._node.plain.signal(name, 9)
@@ -170,12 +177,29 @@ class Builder:
             del self._ends[name]
             if self._node.plain.has(name):  # the node ends, or this was cancelled
                 self._node.plain.signal(name, 9)
+            if way_out is not None:
+                with suppress(ProcessLookupError):
+                    way_out.kill()
+                await way_out.wait()
             loop.remove_reader(read_fd)
             os.close(read_fd)
             remove_tree(directory)
 
+    async def _way_out(self, channel: socket.socket, log_fd: int) -> asyncio.subprocess.Process:
+        """What it refuses is printed as the build's own words are."""
+        command = (sys.executable, "-P", "-m", WAY_OUT, str(channel.fileno()), *self._reached)
+        return await asyncio.create_subprocess_exec(
+            *command, pass_fds=[channel.fileno()], stdin=asyncio.subprocess.DEVNULL, stdout=log_fd, stderr=log_fd
+        )
+
     def _fork(self, name: str, directory: str, place: Path, sources: bool) -> m.Fork:
-        order = m.BuildOrder(index=self.index, find_links=self.find_links, sources=sources, variables=self.variables)
+        order = m.BuildOrder(
+            index=self.index,
+            find_links=self.find_links,
+            sources=sources,
+            way_out=bool(self._reached),
+            variables=self.variables,
+        )
         return m.Fork(
             instance=name,
             function="",
@@ -188,7 +212,6 @@ class Builder:
             gpus=0,
             limits=self._node.instances.limits | {"FSIZE": parse_nbytes(self._size)},
             environment=str(place / BUILT),
-            network=True,
             build=order,
         )
 

@@ -177,11 +177,10 @@ class Environments:
         if not self._config.builds:
             text = "this node builds nothing from sources; whoever runs it can allow it: [environments] builds = true"
             raise refuse(403, "builds_refused", text)
-        sources = (self._config.index, *self._config.find_links)
-        if any(map(_PASSWORD.match, (*sources, *self._builder.variables.values()))):
+        if any(map(_PASSWORD.match, (self._config.index, *self._config.find_links))):
             text = (
                 "code of packages could read the password with which this node reaches its index: whoever runs it can "
-                "name an index, or a proxy, without one; or deploy without --allow-build"
+                "name an index without one; or deploy without --allow-build"
             )
             raise refuse(403, "builds_refused", text)
 

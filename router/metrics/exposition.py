@@ -29,6 +29,7 @@ NODES_FAULT: Final = (
     "build_timed_out",
     "disk_full",
     "environments_full",
+    "host_refused",
     "index_unreachable",
     "no_pip",
 )

@@ -4,11 +4,14 @@ from dormouse.schemas.messages.shared import Arena, DeviceInfo, EmbeddingSetting
 
 
 class BuildOrder(Message, frozen=True, kw_only=True):
-    """Of an environment. ``index`` is that of pip, as are ``find_links``; ``sources``: what has no wheel is built."""
+    """Of an environment. ``index`` is that of pip, as are ``find_links``; ``sources``: what has no wheel is built. With
+    a ``way_out``, a Unix socket comes in the arena's place: what the build listens on is sent there.
+    """
 
     index: str
     find_links: list[str] = []
     sources: bool = False
+    way_out: bool = False
     variables: dict[str, str] = {}
 
 

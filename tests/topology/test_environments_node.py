@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,103 @@ def test_code_of_packages_reaches_nothing_of_the_node_or_of_others(index: Packag
         }
 
 
+ROAM = """
+import os, socket, urllib.error, urllib.request
+def directly(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), 10).close()
+        return "connected"
+    except OSError as error:
+        return type(error).__name__
+def asked(port):
+    try:
+        return urllib.request.urlopen(f"http://127.0.0.1:{{port}}{page}", timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+def tunnel(port):
+    host, own = os.environ["HTTPS_PROXY"].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(own)), 10) as connection:
+        connection.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\\r\\n\\r\\n" % port)
+        return int(connection.recv(1000).split()[1])
+SAW = {{name: [directly(port), asked(port), tunnel(port)] for name, port in {ports}.items()}}
+"""
+
+
+def roaming(ports: dict[str, int], page: str) -> str:
+    """A build backend that tries to reach these of this machine, and whose package tells what came of it."""
+    plain = "f\"BY = {os.getuid()}, {os.path.exists('/function/requirements.txt')}\""
+    assert plain in BACKEND
+    return ROAM.format(ports=ports, page=page) + BACKEND.replace("built", "roam").replace(plain, 'f"SAW = {SAW!r}"')
+
+
+class CountingServer(ThreadingHTTPServer):
+    """Serves a folder on a port of this machine. ``connections``: how many came."""
+
+    def __init__(self, folder: Path) -> None:
+        self.connections = 0
+        super().__init__(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder)))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections += 1
+        super().process_request(request, client_address)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[CountingServer]:
+    with CountingServer(folder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("granted", [False, True], ids=["refused", "granted"])
+def test_a_build_reaches_the_index_and_hosts_that_the_node_names(index: PackageIndex, granted: bool) -> None:
+    """By its way out, and nothing of the machine's network directly; its code says what it could do."""
+    with served(index.folder.parent) as server, served(index.folder.parent) as other:
+        index_port, other_port = server.server_port, other.server_port
+        own = f'index = "http://127.0.0.1:{index_port}/{index.folder.name}"\nbuilds = true\n'
+        hosts = f'hosts = ["127.0.0.1:{other_port}"]\n' if granted else ""
+        with running_node(f"{GPU}[environments]\n{own}{hosts}") as node:
+            if "net" not in node.status()["node"]["confinement"].split("+"):
+                pytest.skip("builds have no network of their own here")
+            ports = {"index": index_port, "other": other_port, "node": node.port}
+            roam = roaming(ports, f"/{index.folder.name}/colours/")
+            index.sources("roam", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": roam})
+            source = "import roam\ndef handle(state, request):\n    return roam.SAW\n"
+            node.deployed("f", source, requirements="roam\ncolours", allow_build=True)
+            refused = "ConnectionRefusedError"
+            assert node.result("f", 0) == {
+                "index": [refused, 200, 200],
+                "other": [refused, 200, 200] if granted else [refused, 403, 403],
+                "node": [refused, 403, 403],
+            }
+            assert server.connections > 2
+            assert (other.connections > 0) is granted
+
+
+def test_files_on_another_host_are_refused_by_its_name(index: PackageIndex, tmp_path: Path) -> None:
+    with served(index.folder.parent) as files, served(tmp_path) as server:
+        page = tmp_path / "simple" / "colours"
+        page.mkdir(parents=True)
+        link = f"http://127.0.0.1:{files.server_port}/{index.folder.name}/colours/colours-1.0-py3-none-any.whl"
+        (page / "index.html").write_text(f'<a href="{link}">colours-1.0-py3-none-any.whl</a>')
+        own = f'index = "http://127.0.0.1:{server.server_port}/simple"\n'
+        with running_node(f"{GPU}[environments]\n{own}") as node:
+            answer = node.deploy("f", FUNCTION, requirements="colours")
+            assert (answer.status, answer.code) == (422, "host_refused"), answer
+            assert f"'127.0.0.1:{files.server_port}'" in answer.message
+            assert files.connections == 0
+
+
 def test_files_that_a_build_has_open_and_removed_count(index: PackageIndex) -> None:
     """By no look at its folder they could be seen."""
     own = f'index = "{index.url}"\nbuilds = true\nsize = "16MiB"\ntime_ms = 300000\n'
@@ -400,14 +498,9 @@ def test_requirements_are_read_in_bounds(node: TestNode) -> None:
     assert "requirements.txt has more than 32,768 bytes" in answer.message
 
 
-@pytest.mark.parametrize(
-    ("index", "proxy"), [("http://u:password@127.0.0.1:1/simple", ""), ("", "u:password@127.0.0.1:1")]
-)
-def test_code_of_packages_does_not_get_the_password_of_an_index(
-    monkeypatch: pytest.MonkeyPatch, index: str, proxy: str
-) -> None:
-    monkeypatch.setenv("HTTPS_PROXY", proxy)
-    with running_node(f'{GPU}[environments]\nindex = "{index}"\nbuilds = true\n') as node:
+def test_code_of_packages_does_not_get_the_password_of_an_index() -> None:
+    own = '[environments]\nindex = "http://u:password@127.0.0.1:1/simple"\nbuilds = true\n'
+    with running_node(f"{GPU}{own}") as node:
         answer = node.deploy("f", FUNCTION, requirements="built", allow_build=True)
         assert (answer.status, answer.code) == (403, "builds_refused"), answer
         assert "password" in answer.message
