@@ -159,7 +159,10 @@ HOARD = """
 import os, socket, time
 def hoard():
     held = []
-    with socket.create_connection(("127.0.0.1", {port})) as ours:
+    host, own = os.environ["HTTPS_PROXY"].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(own))) as ours:
+        ours.sendall(b"CONNECT 127.0.0.1:{port} HTTP/1.1\\r\\n\\r\\n")
+        assert b" 200 " in ours.recv(1000)
         for number in range(5):
             path = os.path.join(os.environ["DORMOUSE_ENVIRONMENT"], f"hoard{{number}}")
             held.append(os.open(path, os.O_RDWR | os.O_CREAT))
@@ -441,10 +444,12 @@ def test_files_on_another_host_are_refused_by_its_name(index: PackageIndex, tmp_
 
 def test_files_that_a_build_has_open_and_removed_count(index: PackageIndex) -> None:
     """By no look at its folder they could be seen."""
-    own = f'index = "{index.url}"\nbuilds = true\nsize = "16MiB"\ntime_ms = 300000\n'
-    config = f'{GPU}[limits]\ndisk = "0"\n[environments]\n{own}'
     with socket.create_server(("127.0.0.1", 0)) as told:
-        index.sources("hoard", "1.0", HOARD.format(port=told.getsockname()[1]))
+        port = told.getsockname()[1]
+        own = f'index = "{index.url}"\nhosts = ["127.0.0.1:{port}"]\n'
+        own += 'builds = true\nsize = "16MiB"\ntime_ms = 300000\n'
+        config = f'{GPU}[limits]\ndisk = "0"\n[environments]\n{own}'
+        index.sources("hoard", "1.0", HOARD.format(port=port))
         told.settimeout(WAIT_S)
         with node_on_small_disk(config, "160m") as node, ThreadPoolExecutor(1) as thread:
             node.deployed("f", FUNCTION, requirements="colours==1.0")

@@ -152,7 +152,7 @@ def test_batches_and_what_is_kept_of_tenants() -> None:
     assert [found[f"dormouse_{name}_total", "a"] for name in names] == [2, 6, 16, 1]
     assert ("dormouse_batches_total", "b") not in found
     assert found["dormouse_environment_builds_total", "build_failed"] == 1
-    assert [found["dormouse_environment_builds_total", each] for each in NODES_FAULT] == [1, 0, 0, 0, 0, 0]
+    assert [found["dormouse_environment_builds_total", each] for each in NODES_FAULT] == [1, 0, 0, 0, 0, 0, 0]
     assert found[("dormouse_disk_free_bytes",)] == 5
     assert found[("dormouse_store_trouble",)] == 0
     assert (found[("dormouse_environments",)], found[("dormouse_environment_bytes",)]) == (2, GIB)
