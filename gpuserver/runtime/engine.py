@@ -230,6 +230,14 @@ class Engine:
             if part.samples:
                 last.append(len(tokens) - 1)
         given = StepInputs(tables, tokens, positions, last or [0])
+        try:
+            return self._computed(given)
+        except torch.OutOfMemoryError as error:
+            if self.graphs is None or not self.graphs.stop(str(error)):
+                raise
+        return self._computed(given)
+
+    def _computed(self, given: StepInputs) -> torch.Tensor:
         found = None if self.graphs is None else self.graphs.logits(given)
         return self.forward(given) if found is None else found
 

@@ -186,6 +186,14 @@ class StepGraphs:
         self._capture: Capture | None = None
         self.trouble = ""  # why no step is captured any more
 
+    def stop(self, why: str) -> bool:
+        """No step is captured or replayed before the next `forget`, and what graphs hold is free: whether any did."""
+        held = bool(self._graphs)
+        self.forget()
+        self.trouble = why
+        print(f"steps are computed without graphs: {why}", file=sys.stderr)
+        return held
+
     def logits(self, given: StepInputs) -> torch.Tensor | None:
         """A row for each that is kept; None for a step that is to be computed otherwise."""
         kind = None if self.trouble else self._kind(given)
@@ -279,8 +287,7 @@ class StepGraphs:
             out = self._logits[most][: kind.kept]
             self._graphs[kind] = self._capture(lambda: call(out))
         except RuntimeError as error:
-            self.trouble = f"{type(error).__name__}: {error}"
-            print(f"steps are computed without graphs: {self.trouble}", file=sys.stderr)
+            self.stop(f"{type(error).__name__}: {error}")
         if len(self._graphs) > GRAPHS:
             gone, _ = self._graphs.popitem(last=False)
             del self._steps[gone]

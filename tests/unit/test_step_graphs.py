@@ -295,6 +295,32 @@ def test_what_cannot_be_captured_is_said_once_and_computed(capsys: pytest.Captur
     assert capsys.readouterr().err.count("steps are computed without graphs: RuntimeError: operation not") == 1
 
 
+def test_a_step_that_lacks_memory_has_what_graphs_hold() -> None:
+    model = reference("llama", num_hidden_layers=1)
+    made, again = engine(model)
+    assert made.graphs is not None
+    graphs = made.graphs
+
+    def lack(*_: Any) -> None:
+        if graphs._graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sequence = begin(made, 0, prompts(1, 20)[0], 12)
+    for _ in range(AFTER + 3):
+        made.step()
+    assert (again.captured, replayed(made)) == (1, 1)
+    hook = made.model.register_forward_pre_hook(lack)
+    finish(made)
+    right(model, sequence)
+    assert (again.captured, graphs.trouble, len(graphs._graphs)) == (1, "CUDA out of memory", 0)
+    graphs.forget()  # the next seat
+    hook.remove()
+    another = begin(made, 1, prompts(2, 20)[0], 12)
+    finish(made)
+    right(model, another)
+    assert (again.captured, graphs.trouble) == (2, "")
+
+
 def test_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "GRAPHS", 2)
     model = reference("llama", num_hidden_layers=1)
