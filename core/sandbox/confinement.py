@@ -179,10 +179,14 @@ def _works(step: Callable[[], object]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
-    """Namespaces and the file system. Raises OSError."""
+def _enter(level: Level, root: mounts.Root, place: str, uid: int, loopback: bool = False) -> None:
+    """Namespaces and the file system. ``loopback``: of the new network, where a build's way out is heard (way_out.py).
+    Raises OSError.
+    """
     proc = _own_proc() if level.counted else -1
     linux.unshare(level.flags)
+    if loopback:  # before there is another user namespace, which has no right in this one's network
+        linux.raise_loopback()
     if level.mount:
         mounts.enter(place, root, uid)
     if level.counted:
@@ -238,9 +242,7 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
         private[ENVIRONMENT] = _named(level, cell.uid, cell.environment, view.ENVIRONMENT)
     if level.flags:
         root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid, cell.network)
-        _enter(level, root, cell.place, cell.uid)
-        if cell.builds and level.net:
-            linux.raise_loopback()  # there its way out is heard (way_out.py)
+        _enter(level, root, cell.place, cell.uid, loopback=cell.builds and level.net)
     _limit(cell.limits, level)
     with suppress(OSError):  # no CAP_SETPCAP: then there is nothing to lose, and no_new_privs gives nothing back
         linux.drop_bounding_set()

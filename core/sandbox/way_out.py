@@ -12,6 +12,8 @@ need not know them. What is refused is printed, once for each host. Ends with wh
 
 import asyncio
 import base64
+import re
+import resource
 import signal
 import socket
 import sys
@@ -30,11 +32,16 @@ HEAD_NBYTES: Final = 64 << 10
 HEAD_S: Final = 60.0
 CONNECT_S: Final = 30.0
 CONNECTIONS: Final = 64
-"""At once; more wait."""
+"""At once; more wait, and beyond so many they are closed."""
+
+MOST: Final = 256
 
 PIECE_NBYTES: Final = 256 << 10
 REFUSED: Final = 100
 """Hosts that are printed, at most."""
+
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What could end a line for somebody else; a tab does not."""
 
 
 class Refused(Exception):
@@ -47,26 +54,36 @@ class WayOut:
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
         self._refused: set[str] = set()
-        self._room = asyncio.Semaphore(CONNECTIONS)
+        self._room, self._open = asyncio.Semaphore(CONNECTIONS), 0
         self._proxies = getproxies_environment()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of the build's."""
+        self._open += 1
         with closing(writer):
-            async with self._room:
-                try:
-                    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_S)
-                    await self._answer(head, reader, writer)
-                except Refused as error:
-                    writer.write(f"HTTP/1.1 {error}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
-                except (OSError, ValueError, TimeoutError, EOFError, asyncio.LimitOverrunError):
-                    pass  # it has left, or what it says is no request
-                with suppress(OSError):
-                    await writer.drain()
+            try:
+                if self._open <= MOST:
+                    await self._serve(reader, writer)
+            finally:
+                self._open -= 1
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._room:
+            try:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_S)
+                await self._answer(head, reader, writer)
+            except Refused as error:
+                writer.write(f"HTTP/1.1 {error}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+            except (OSError, ValueError, TimeoutError, EOFError, asyncio.LimitOverrunError):
+                pass  # it has left, or what it says is no request
+            with suppress(OSError):
+                await writer.drain()
 
     async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Raises Refused, and what `serve` knows."""
-        line, *fields = head.decode("latin-1").split("\r\n")
+        line, *fields = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+        if _CONTROL.search("".join((line, *fields))):
+            raise Refused("400 a request has no control characters")
         method, target, _ = line.split(" ")
         tunnel = method == "CONNECT"
         url = urlsplit(f"https://{target}" if tunnel else target)
@@ -76,24 +93,14 @@ class WayOut:
         parent = self._parent(url)
         there, back = await self._connected(urlsplit(f"//{place}") if parent is None else parent, place)
         with closing(back):
-            if tunnel and parent is not None:
-                back.write(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{_authorization(parent)}\r\n".encode())
-                status = (await asyncio.wait_for(there.readuntil(b"\r\n\r\n"), CONNECT_S)).split(b" ", 2)[1]
-                if status != b"200":
-                    raise Refused(f"502 the proxy of the node answered {status.decode('latin-1')} for {place}")
             if tunnel:
+                if parent is not None:
+                    await _pass_through(parent, place, there, back)
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                await _pump_both((reader, writer), (there, back))
             else:
-                kept = [each for each in fields if each and not each.lower().startswith(("proxy-", "connection:"))]
-                path = url._replace(scheme="", netloc="", fragment="").geturl() or "/"
-                asked = f"{method} {path if parent is None else target} HTTP/1.1"
-                proof = "" if parent is None else _authorization(parent)
-                back.write("\r\n".join([asked, *kept, f"Connection: close\r\n{proof}\r\n"]).encode("latin-1"))
-            forth = asyncio.ensure_future(_pump(reader, back))
-            try:
+                back.write(_plain_request(method, url, place, fields, parent).encode("latin-1"))
                 await _pump(there, writer)
-            finally:
-                forth.cancel()
 
     def _expect_allowed(self, place: str) -> None:
         if place in self._allowed:
@@ -108,10 +115,13 @@ class WayOut:
         named = self._proxies.get(url.scheme)
         if not named or proxy_bypass_environment(url.hostname or "", self._proxies):
             return None
-        return urlsplit(named if "//" in named else f"http://{named}")
+        found = urlsplit(named if "//" in named else f"http://{named}")
+        if found.scheme != "http" or not found.hostname:
+            raise Refused(f"502 the node's {url.scheme}_proxy is not http://HOST:PORT, and no other kind is known here")
+        return found
 
     async def _connected(self, at: SplitResult, place: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        opening = asyncio.open_connection(at.hostname, at.port or 80, limit=PIECE_NBYTES)
+        opening = asyncio.open_connection(at.hostname, at.port or 80, limit=PIECE_NBYTES, happy_eyeballs_delay=0.25)
         try:
             return await asyncio.wait_for(opening, CONNECT_S)
         except (OSError, TimeoutError) as error:
@@ -130,14 +140,49 @@ def _authorization(parent: SplitResult) -> str:
     return f"Proxy-Authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n"
 
 
+def _plain_request(method: str, url: SplitResult, place: str, fields: list[str], parent: SplitResult | None) -> str:
+    """As the host is asked, or the node's proxy: for this place, with nothing after it. Raises Refused."""
+    names = {each.partition(":")[0].lower() for each in fields}
+    if method not in ("GET", "HEAD") or not names.isdisjoint(("content-length", "transfer-encoding")):
+        raise Refused("405 what goes through without a tunnel is read only")
+    own = ("host", "connection", "proxy-connection", "proxy-authorization", "keep-alive", "upgrade", "te")
+    kept = [each for each in fields if each.partition(":")[0].strip().lower() not in own]
+    path = url._replace(scheme="", netloc="", fragment="").geturl() or "/"
+    asked = f"{method} {path if parent is None else f'http://{place}{path}'} HTTP/1.1"
+    proof = "" if parent is None else _authorization(parent)
+    return "\r\n".join([asked, f"Host: {place.removesuffix(':80')}", *kept, f"Connection: close\r\n{proof}\r\n"])
+
+
+async def _pass_through(
+    parent: SplitResult, place: str, there: asyncio.StreamReader, back: asyncio.StreamWriter
+) -> None:
+    """The node's proxy makes a tunnel. Raises Refused."""
+    back.write(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n{_authorization(parent)}\r\n".encode())
+    answer = await asyncio.wait_for(there.readuntil(b"\r\n\r\n"), CONNECT_S)
+    if (found := re.match(rb"HTTP/1\.[01] ([0-9]{3})[ \r]", answer)) is None or found[1] != b"200":
+        status = "what is no answer" if found is None else found[1].decode()
+        raise Refused(f"502 the proxy of the node answered {status} for {place}")
+
+
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """All that comes, until it ends or nobody wants it."""
-    with suppress(OSError):
-        while data := await reader.read(PIECE_NBYTES):
-            writer.write(data)
-            await writer.drain()
-        if writer.can_write_eof():
-            writer.write_eof()
+    """All that comes, until it ends. Raises OSError where nobody wants it."""
+    while data := await reader.read(PIECE_NBYTES):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+async def _pump_both(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    """Either way, until both have ended or one is broken."""
+    (reader, writer), (there, back) = ends
+    both = [asyncio.ensure_future(_pump(reader, back)), asyncio.ensure_future(_pump(there, writer))]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
 
 
 async def _run(channel: socket.socket, allowed: Collection[str]) -> None:
@@ -157,4 +202,7 @@ async def _run(channel: socket.socket, allowed: Collection[str]) -> None:
 if __name__ == "__main__":
     linux.die_with_parent_signal(signal.SIGKILL)
     linux.set_name("dormouse way_out")
+    linux.set_dumpable(False)  # the node's proxies may have passwords
+    files = min(2 * MOST + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))

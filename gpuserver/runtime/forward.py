@@ -46,7 +46,7 @@ class Forward:
 
     def __init__(self, model: PreTrainedModel, attention: BlockAttention, adapters: Adapters) -> None:
         self.attention, self.adapters = attention, adapters
-        self._model = model
+        self.model = model
 
     def __call__(self, given: StepInputs) -> torch.Tensor:
         """Logits in fp32, a row for each that is kept."""
@@ -69,7 +69,7 @@ class Forward:
         tokens, positions, kept, *others = self.attention.begin(given.parts, inputs, pack)
 
         def call(out: torch.Tensor | None) -> torch.Tensor:
-            logits: torch.Tensor = self._model(
+            logits: torch.Tensor = self.model(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
             ).logits[0]
             return logits.float() if out is None else out.copy_(logits)

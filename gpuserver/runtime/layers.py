@@ -115,7 +115,9 @@ def install_on_gpu(model: nn.Module, rotate: recognition.Rotary | None = None) -
         if (found := recognition.norm(module)) is not None:
             module.forward = leaves.TorchNorm(module, *found)
         elif rotate is not None:
-            module.forward = leaves.rotating(module, partial(leaves.DeviceRotary, rotate)) or module.forward
+            rotated = partial(leaves.DeviceRotary, rotate)
+            if (forward := leaves.rotating(module, rotated)) is not None:
+                module.forward = forward
 
 
 def bound(model: nn.Module) -> None:

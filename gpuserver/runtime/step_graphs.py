@@ -14,11 +14,13 @@ import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
@@ -79,14 +81,24 @@ class CudaCapture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 logits = call()
-            finally:
                 graph.capture_end()
+            except RuntimeError:
+                for end in (graph.capture_end, partial(_end_allocations, self._pool)):
+                    with suppress(RuntimeError, AttributeError):
+                        end()
+                raise
 
         def replay() -> torch.Tensor:
             graph.replay()
             return logits
 
         return replay
+
+
+def _end_allocations(pool: Any) -> None:
+    """Where a capture that failed did not come to it: until then nothing is given back to the driver."""
+    private: Any = torch._C
+    private._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 class Adapted(NamedTuple):
@@ -172,7 +184,6 @@ class StepGraphs:
     def __init__(self, forward: Forward, backend: "TritonBackend", capture: Callable[[], Capture]) -> None:
         self._forward, self._backend, self._new_capture = forward, backend, capture
         self.replayed = 0  # steps
-        self._fixed: FixedColumns | None = None
         self._version = -1  # of adapters, of which the next two are
         self._mixed: frozenset[int] = frozenset()
         self._adapted: Adapted | None = None
@@ -184,6 +195,7 @@ class StepGraphs:
         self._steps: Counter[StepKind] = Counter()  # without a graph
         self._logits: dict[int, torch.Tensor] = {}  # where those of all graphs with so much room for them are
         self._capture: Capture | None = None
+        self._fixed: FixedColumns | None = None
         self.trouble = ""  # why no step is captured any more
 
     def stop(self, why: str) -> bool:
@@ -213,8 +225,12 @@ class StepGraphs:
                 self._keep(kind, call, logits)
             else:
                 self._graphs.move_to_end(kind)
+                try:
+                    logits = replay()
+                except RuntimeError as error:  # the driver had no room for it; what is worse shows again
+                    self.stop(f"{type(error).__name__}: {error}")
+                    return None
                 self.replayed += 1
-                logits = replay()
         return logits[: len(given.kept)]
 
     def _kind(self, given: StepInputs) -> StepKind | None:
@@ -245,9 +261,9 @@ class StepGraphs:
         if self._version == adapters.version:
             return
         self._version, self._mixed, tables = adapters.version, adapters.mixed, adapters.tables
-        if tables:
+        if mixed := [table for table in tables if not self._mixed.isdisjoint(table.by_number)]:
             rank, aligned = adapters.most_rank(self._mixed), adapters.aligned(self._mixed)
-            self._adapted = Adapted(rank, frozenset(map(id, tables)), len(tables[0].native), aligned)
+            self._adapted = Adapted(rank, frozenset(map(id, mixed)), len(mixed[0].native), aligned)
         self._backend.follow(tables)
 
     def _make_room(self, given: StepInputs) -> bool:
@@ -293,10 +309,17 @@ class StepGraphs:
             del self._steps[gone]
 
 
+def capturable(model: nn.Module) -> bool:
+    """Whether it asks the device for nothing in a step: some rotary embeddings ask for the largest position."""
+    return all(getattr(module, "rope_type", "") not in ("dynamic", "longrope") for module in model.modules())
+
+
 def graphs_for(forward: Forward) -> StepGraphs | None:
-    """None where steps are not computed by Triton's kernels on a CUDA device."""
+    """None where steps are not computed by Triton's kernels on a CUDA device, or the model cannot be captured."""
     attention = forward.attention
     if attention.memory.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    if not capturable(forward.model):
         return None
     from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
 

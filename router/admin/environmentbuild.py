@@ -177,13 +177,13 @@ class Builder:
             del self._ends[name]
             if self._node.plain.has(name):  # the node ends, or this was cancelled
                 self._node.plain.signal(name, 9)
+            loop.remove_reader(read_fd)
+            os.close(read_fd)
+            remove_tree(directory)
             if way_out is not None:
                 with suppress(ProcessLookupError):
                     way_out.kill()
                 await way_out.wait()
-            loop.remove_reader(read_fd)
-            os.close(read_fd)
-            remove_tree(directory)
 
     async def _way_out(self, channel: socket.socket, log_fd: int) -> asyncio.subprocess.Process:
         """What it refuses is printed as the build's own words are."""

@@ -251,6 +251,28 @@ def test_an_adapter_with_parameters_of_its_own_is_computed_without() -> None:
             whole.model.norm.weight.data = before
 
 
+def test_a_product_that_only_such_an_adapter_changes_is_not_taken_for_captured() -> None:
+    model = reference("llama", num_hidden_layers=1)
+    made, _ = engine(model)
+    norm = made.model.model.norm.weight.clone()
+    every = [adapter(model, 1, only="q_proj"), adapter(model, 2, only="v_proj")]
+    every.append(adapter(model, 3, only="q_proj") | adapter(model, 4, only="v_proj"))
+    made.bind(made.adapters.open(), every[0])
+    made.bind(made.adapters.open(), every[1], {"model.norm.weight": norm})
+
+    def check(number: int, seed: int) -> None:
+        sequence = begin(made, 0, prompts(seed, 21)[0], 9, adapter=number)
+        finish(made)
+        with adapted(model, every[number]):
+            right(model, sequence)
+
+    check(0, 1)
+    before = replayed(made)
+    made.bind(made.adapters.open(), every[2])
+    check(2, 2)
+    assert (before, replayed(made) > before) == (8 - AFTER - 1, True)
+
+
 def test_weights_elsewhere_and_more_blocks_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "BLOCKS", 4)
     model, other = reference("llama", num_hidden_layers=1), reference("llama", 5, num_hidden_layers=1)
@@ -312,7 +334,7 @@ def test_a_step_that_lacks_memory_has_what_graphs_hold() -> None:
     hook = made.model.register_forward_pre_hook(lack)
     finish(made)
     right(model, sequence)
-    assert (again.captured, graphs.trouble, len(graphs._graphs)) == (1, "CUDA out of memory", 0)
+    assert (again.captured, graphs.trouble, len(graphs._graphs)) == (1, "OutOfMemoryError: CUDA out of memory", 0)
     graphs.forget()  # the next seat
     hook.remove()
     another = begin(made, 1, prompts(2, 20)[0], 12)
