@@ -21,7 +21,7 @@ from collections.abc import Collection
 from contextlib import closing, suppress
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
+from urllib.request import getproxies_environment, proxy_bypass
 
 from dormouse.core.sandbox import linux
 from dormouse.core.sandbox.reach import PORTS, place_of
@@ -113,7 +113,7 @@ class WayOut:
     def _parent(self, url: SplitResult) -> SplitResult | None:
         """The node's own proxy for it, if it has one."""
         named = self._proxies.get(url.scheme)
-        if not named or proxy_bypass_environment(url.hostname or "", self._proxies):
+        if not named or proxy_bypass(url.hostname or "", self._proxies):
             return None
         found = urlsplit(named if "//" in named else f"http://{named}")
         if found.scheme != "http" or not found.hostname:

@@ -115,7 +115,7 @@ def install_on_gpu(model: nn.Module, rotate: recognition.Rotary | None = None) -
         if (found := recognition.norm(module)) is not None:
             module.forward = leaves.TorchNorm(module, *found)
         elif rotate is not None:
-            rotated = partial(leaves.DeviceRotary, rotate)
+            rotated = partial(leaves.OwnRotary, rotate)
             if (forward := leaves.rotating(module, rotated)) is not None:
                 module.forward = forward
 

@@ -80,17 +80,33 @@ class TorchNorm:
         return F.rms_norm(given.float(), weight.shape, weight.float() + self._one, self._epsilon).to(given.dtype)
 
 
-class NativeRotary:
-    """Rotary position embedding, as attention modules call it. ``otherwise``: the function that it stands for."""
+class OwnRotary:
+    """Rotary position embedding as attention modules call it, by ``rotate`` where it is the usual one: a row of tokens,
+    all of a head, one type. ``otherwise``: the function that it stands for, which takes ten operations.
+    """
 
-    def __init__(self, library: ctypes.CDLL, otherwise: recognition.Rotary) -> None:
-        self._library, self._otherwise = library, otherwise
+    def __init__(self, rotate: recognition.Rotary, otherwise: recognition.Rotary) -> None:
+        self._rotate, self._otherwise = rotate, otherwise
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if more or named or not _usual(q, cos):
+        usual = len(q) == 1 and cos.shape[-1] == q.shape[-1] and cos.dtype is q.dtype
+        if more or named or not usual:
             return self._otherwise(q, k, cos, sin, *more, **named)
+        return self._rotate(q, k, cos, sin)
+
+
+class NativeRotary(OwnRotary):
+    """By the C++ kernels."""
+
+    def __init__(self, library: ctypes.CDLL, otherwise: recognition.Rotary) -> None:
+        super().__init__(self._both, otherwise)
+        self._library = library
+
+    def _both(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = cos.contiguous(), sin.contiguous()
         return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
@@ -103,24 +119,6 @@ class NativeRotary:
             heads, dim,
         )  # fmt: skip
         return out.transpose(1, 2)
-
-
-def _usual(q: torch.Tensor, cos: torch.Tensor) -> bool:
-    """One row of tokens, all of a head, and one type."""
-    return len(q) == 1 and cos.shape[-1] == q.shape[-1] and cos.dtype is q.dtype
-
-
-class DeviceRotary:
-    """The same in one launch, by ``rotate``: the function that it stands for takes ten."""
-
-    def __init__(self, rotate: recognition.Rotary, otherwise: recognition.Rotary) -> None:
-        self._rotate, self._otherwise = rotate, otherwise
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        usual = not more and not named and _usual(q, cos)
-        return self._rotate(q, k, cos, sin) if usual else self._otherwise(q, k, cos, sin, *more, **named)
 
 
 class NativeMlp:

@@ -16,7 +16,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, pieces_of
+from dormouse.gpuserver.runtime.packing import FREE, FixedColumns
 
 if TYPE_CHECKING:
     from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
@@ -52,13 +52,6 @@ AFTER: Final = 2
 
 BLOCKS: Final = 1 << 14
 """Of all sequences in a step together, at first."""
-
-NOWHERE: Final = -1
-"""The place of a token that is none."""
-
-FREE: Final = -1
-"""The width of a column that has as many numbers as it has."""
-
 
 Replay = Callable[[], torch.Tensor]
 """A captured step: computes its logits anew, at one place."""
@@ -144,38 +137,6 @@ def room_for(number: int, sizes: Sequence[int]) -> int:
 LARGEST: Final = StepKind(
     TOKENS[-1], KEPT[-1], SINGLES[-1], PIECES[-1], 1, Adapted(0, frozenset(), 0, False, PIECES[-1], PIECES[-1])
 )
-
-
-class FixedColumns:
-    """Where the numbers of steps are on the device, at the same place each time: columns that are filled up with zeros,
-    but the first one with NOWHERE, and free ones, each with ``room``.
-    """
-
-    def __init__(self, device: torch.device, most: Sequence[int], room: int) -> None:
-        *starts, self._end = accumulate((0 if width == FREE else width for width in most), initial=0)
-        free = count(self._end, room)
-        self._starts = [next(free) if width == FREE else start for width, start in zip(most, starts, strict=True)]
-        self.room = room
-        self._here = torch.zeros(self._end + room * most.count(FREE), dtype=torch.int64)
-        if device.type == "cuda":
-            self._here = self._here.pin_memory()
-        self._numbers = self._here.numpy()
-        self._there = torch.zeros_like(self._here, device=device)
-
-    def put(self, widths: Sequence[int], columns: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-        """These, filled up to these widths. Nobody may be about to read the last ones."""
-        found, used = [], [(0, self._end)]
-        for start, width, column in zip(self._starts, widths, columns, strict=False):
-            end = start + len(column)
-            self._numbers[start:end] = column
-            if width == FREE:
-                width = len(column)
-                used.append((start, end))
-            self._numbers[end : start + width] = 0 if start else NOWHERE
-            found.append(self._there[start : start + width])
-        for start, end in used:
-            self._there[start:end].copy_(self._here[start:end], non_blocking=True)
-        return tuple(found)
 
 
 class StepGraphs:

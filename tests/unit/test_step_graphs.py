@@ -18,7 +18,8 @@ from dormouse.gpuserver.runtime import models, step_graphs
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
-from dormouse.gpuserver.runtime.step_graphs import AFTER, FREE, GRAPHS, NOWHERE, ROWS, FixedColumns, StepGraphs
+from dormouse.gpuserver.runtime.packing import FREE, NOWHERE, FixedColumns
+from dormouse.gpuserver.runtime.step_graphs import AFTER, GRAPHS, ROWS, StepGraphs
 
 if not triton_here.HERE:
     pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)

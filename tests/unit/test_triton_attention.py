@@ -98,7 +98,7 @@ def test_heads_are_turned_as_transformers_does(dtype: torch.dtype, dim: int) -> 
     exact = apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
     world = World([(1, 1)], dim=dim)
     rotate = TritonBackend(world.layout, world.memory, processors=1).rotate
-    rotary = leaves.DeviceRotary(rotate, lambda *given, **_: (given[0], given[1]))
+    rotary = leaves.OwnRotary(rotate, lambda *given, **_: (given[0], given[1]))
     for found, each in zip(rotary(q, k, cos, sin), exact, strict=True):
         assert found.dtype is dtype
         tolerance = 1e-5 if dtype is torch.float32 else 3e-2
