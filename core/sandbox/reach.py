@@ -25,6 +25,6 @@ def places(urls: Iterable[str], hosts: Iterable[str]) -> tuple[str, ...]:
     for each in hosts:
         url = urlsplit(f"https://{each}")
         if url.netloc != each or url.username is not None:
-            raise ValueError("more than a host")
+            raise ValueError(f"{each!r} is more than a host")
         found.append(place_of(url))
     return tuple(dict.fromkeys(found))

@@ -214,3 +214,5 @@ def test_places_of_addresses_and_hosts() -> None:
     for host in ("https://b.example", "b.example/path", "u@b.example", "b.example:port", "", ":443", "b.example:99999"):
         with pytest.raises(ValueError, match=r".+"):
             places([], [host])
+    with pytest.raises(ValueError, match=r"^'b\.example/path' is more than a host$"):
+        places([], ["b.example/path"])
