@@ -4,59 +4,43 @@ Uncompressed, regular files and directories only, of plain relative names; every
 """
 
 import os
-import tarfile
 from pathlib import Path
-from typing import Any, Final
 
 from dormouse.router.admin.snapshots import Upload, checked_name
+from dormouse.router.admin.tarreader import ArchiveMember, BadArchive, members
 from dormouse.router.front.exchange import refuse
-
-HEADER_NBYTES: Final = 64 << 10
-"""Of a member that only describes the next one; tarfile reads those into memory."""
-
-_PLAIN: Final = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
-
-
-class _Member(tarfile.TarInfo):
-    def _proc_member(self, archive: tarfile.TarFile) -> Any:
-        if self.type not in _PLAIN and self.size > HEADER_NBYTES:
-            raise tarfile.ReadError(f"a description of {self.size:,} bytes")
-        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def unpack(path: Path, upload: Upload, most_members: int) -> None:
     """Raises HttpError."""
-    try:
-        with tarfile.open(path, "r:", tarinfo=_Member) as archive:
-            for number, member in enumerate(archive):
+    with open(path, "rb", buffering=0) as file:
+        fd = file.fileno()
+        try:
+            for number, member in enumerate(members(lambda at, nbytes: os.pread(fd, nbytes, at), os.fstat(fd).st_size)):
                 if number >= most_members:
                     raise refuse(413, "folder_too_large", f"the archive has more than {most_members:,} members")
-                _add(archive, member, upload)
-        _expect_end(path)
-    except (tarfile.TarError, ValueError, RecursionError) as error:
-        raise refuse(400, "bad_archive", f"not a whole tar archive: {error}; send what `tar -c` writes") from None
+                _add(fd, member, upload)
+        except BadArchive as error:
+            text = f"not a whole tar archive: {error}; send what `tar -c` writes, uncompressed"
+            raise refuse(400, "bad_archive", text) from None
 
 
-def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, upload: Upload) -> None:
+def _add(fd: int, member: ArchiveMember, upload: Upload) -> None:
+    """Raises HttpError."""
     name = member.name.removeprefix("./")
-    if member.isdir():
+    if member.sparse:
+        raise refuse(400, "bad_file", f"{name!r} is archived without its holes; archive it whole (no tar -S)")
+    if member.kind == "5":
         if name != ".":
             checked_name(name)
         return
-    if member.type not in _PLAIN:
-        text = f"{member.name!r} is neither a regular file nor a directory; archive what links mean (tar -h)"
+    if member.kind != "0":
+        text = f"{name!r} is neither a regular file nor a directory; archive what links mean (tar -h)"
         raise refuse(400, "bad_file", text)
-    if member.issparse():
-        raise refuse(400, "bad_file", f"{member.name!r} is archived without its holes; archive it whole (no tar -S)")
-    stream = archive.extractfile(member)
-    assert stream is not None  # of a regular file there is one
-    with stream:
-        upload.add(name, member.size, bool(member.mode & 0o111), lambda _, nbytes: stream.read(nbytes))
+    end = member.offset + member.nbytes
 
+    def read(offset: int, nbytes: int) -> bytes:
+        at = member.offset + offset
+        return os.pread(fd, max(0, min(nbytes, end - at)), at)
 
-def _expect_end(path: Path) -> None:
-    """Archives end with two empty blocks; without them, something may be missing."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 1024))
-        if file.read() != bytes(1024):
-            raise tarfile.ReadError("its end is missing")
+    upload.add(name, member.nbytes, member.executable, read)

@@ -29,6 +29,11 @@ def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
     assert all(path.stat().st_size <= 100 for path in tmp_path.iterdir())
     assert log.tail(3) == b"line 47\nline 48\nline 49\n"
     assert log.tail(0) == b""
+    log.write(b"\n\n10%\r20%\nlast")
+    assert log.tail(1) == b"last"
+    assert log.tail(2) == b"10%\r20%\nlast", "a bar of progress is one line"
+    assert log.tail(4) == b"\n\n10%\r20%\nlast"
+    assert log.tail(10**9).endswith(b"line 49\n\n\n10%\r20%\nlast")
     log.close()
 
 

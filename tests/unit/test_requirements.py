@@ -3,9 +3,9 @@
 import pytest
 
 from dormouse.core.requirements import (
+    MOST_DOTS,
     MOST_LINES,
     MOST_NBYTES,
-    MOST_PARTS,
     RequirementsRefused,
     checked,
     of_project,
@@ -85,7 +85,7 @@ def test_of_a_project_its_dependencies_count() -> None:
     assert of_project("[tool.other]\nx = 1\n") == ""
     assert of_project('[project]\ndynamic = ["version"]\n') == ""
     assert of_project('\ufeff[project]\ndependencies = ["colours"]\n') == "colours\n"
-    assert of_project(f"[{'.'.join('a' * MOST_PARTS)}]\n") == ""
+    assert of_project(f"[{'.'.join('a' * (MOST_DOTS + 1))}]\n") == ""
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,10 @@ def test_of_a_project_its_dependencies_count() -> None:
         ('[project]\ndependencies = ["a\\nb"]\n', "is no list of lines of text"),
         ("[project.dependencies]\nrich = 1\n", "is no list of lines of text"),
         ('[project]\ndynamic = ["dependencies"]\n', "its dependencies are dynamic, and nothing of it is run here"),
-        (f"{'a.' * 100_000}b = 1\n", "a name of more than 32 parts"),
-        (f"""x = {{ {"'a' . " * 40_000}b = 1 }}\n""", "a name of more than 32 parts"),
-        (f'[{"a ." * MOST_PARTS}"b"]', "a name of more than 32 parts"),
+        (f"{'a.' * 100_000}b = 1\n", "a line of pyproject.toml has more than 200 dots"),
+        (f"""x = {{ {"'a' . " * 40_000}b = 1 }}\n""", "a line of pyproject.toml has more than 200 dots"),
+        (f"""{'"' + chr(92) + '"".'}""" * 50_000 + "b = 1", "a line of pyproject.toml has more than 200 dots"),
+        (f'[{"a ." * (MOST_DOTS + 1)}"b"]', "a line of pyproject.toml has more than 200 dots"),
     ],
 )
 def test_an_odd_project_is_refused(text: str, says: str) -> None:
