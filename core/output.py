@@ -2,10 +2,14 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Final
 
 import click
+
+from dormouse.core.terminal import harmless, harmless_json, own
+from dormouse.schemas.errors import DormouseError
 
 LEAST_LAST: Final = 12
 """Characters of a table's last column beside which the others stand on one line."""
@@ -15,12 +19,35 @@ SHORT: Final = 12
 
 
 def show_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(harmless_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
-def harmless(text: str) -> str:
-    """In the place of characters that a terminal obeys, what Python writes for them."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+def show_answer(answer: bytes) -> None:
+    """JSON as it came."""
+    click.echo(harmless_json(answer.decode(errors="replace")))
+
+
+def show_bytes(kind: str, pieces: Iterable[bytes]) -> None:
+    """An answer of this content type: to a file as it is, and to a terminal only text. Raises DormouseError."""
+    looked_at = sys.stdout.isatty()
+    if looked_at and not kind.startswith("text/"):
+        raise DormouseError("the answer is bytes: write them to a file (`dormouse ... > FILE`)")
+    sink = (sys.stdout if looked_at else own(sys.stdout)).buffer
+    for piece in pieces:
+        sink.write(piece)
+        sink.flush()
+
+
+def over(text: str) -> None:
+    """A line of progress, in the place of the one before, for who looks."""
+    if sys.stderr.isatty():
+        own(sys.stderr).write(f"\r\033[K{harmless(text)}")
+        own(sys.stderr).flush()
+
+
+def clear() -> None:
+    """The screen, for a new one."""
+    own(sys.stdout).write("\033[2J\033[1;1H")
 
 
 def when(seconds: float) -> str:
@@ -60,7 +87,7 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(file=own(sys.stdout), markup=False, emoji=False)  # cells are text, whatever they have in brackets
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     narrow = sum(widths) + 2 * (len(widths) - 1) > console.width
     whole = sum(widths[:-1]) + len(widths) + LEAST_LAST <= console.width

@@ -21,6 +21,7 @@ from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
 from dormouse.core.startup import read_node_config
+from dormouse.core.terminal import harmless
 from dormouse.schemas.errors import DormouseError
 
 USAGE: Final = "usage: dormouse run [-i] [SCRIPT.py [ARGS...]]"
@@ -67,7 +68,7 @@ def give_back(stream: Stream) -> None:
         stream.lose_lease()
         if isinstance(stream.backend, NodeBackend):
             stream.backend.lease_lost()
-        print(f"dormouse: {error}", file=sys.stderr)
+        print(f"dormouse: {harmless(str(error))}", file=sys.stderr)
 
 
 def main(argv: list[str], run: str) -> int:
@@ -81,7 +82,7 @@ def main(argv: list[str], run: str) -> int:
         attachment = attach(run)
         idle_ms = read_node_config(run).limits.idle_ms
     except (DormouseError, OSError) as error:
-        print(f"dormouse: {error}", file=sys.stderr)
+        print(f"dormouse: {harmless(str(error))}", file=sys.stderr)
         return 2
     backend = NodeBackend(attachment.directory, attachment.stream_area, tie=attachment)
     torch_device.hide_gpus()

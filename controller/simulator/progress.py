@@ -5,6 +5,8 @@ import sys
 import time
 from typing import Final
 
+from dormouse.core.terminal import own
+
 QUIET_S: Final = 1.0
 """A command shorter than this shows nothing."""
 
@@ -24,12 +26,12 @@ class Progress:
         if self._seen and time.monotonic() - self._began_s >= QUIET_S:
             share = f": {done / count:.0%} of {count:,} requests"
             room = shutil.get_terminal_size().columns - 1 - len(share)  # two lines would not be emptied
-            sys.stderr.write(f"{CLEAR}{what[: max(0, room)]}{share}")
+            own(sys.stderr).write(f"{CLEAR}{what[: max(0, room)]}{share}")
             sys.stderr.flush()
             self._shown = True
 
     def clear(self) -> None:
         if self._shown:
-            sys.stderr.write(CLEAR)
+            own(sys.stderr).write(CLEAR)
             sys.stderr.flush()
             self._shown = False

@@ -30,6 +30,7 @@ from dormouse.core.node import (
 )
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.core.terminal import harmless_streams
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 
 
@@ -57,7 +58,7 @@ def meant(context: CommandContext, refusal: str) -> list[str]:
     return [] if found is None else get_close_matches(found[1], names)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "color": True})
 @click.option("--run", envvar="DORMOUSE_RUN", metavar="DIR", help="The node's run directory (or DORMOUSE_RUN).")
 @click.option("--node", metavar="NAME", help="The node's name, if it has the default run directory.")
 @click.version_option(package_name="dormouse")
@@ -102,7 +103,13 @@ def print_no_more() -> None:
 
 
 def main() -> None:
-    """The console script: errors become one line and an exit status."""
+    """The console script."""
+    with harmless_streams():
+        _carried_out()
+
+
+def _carried_out() -> None:
+    """Errors become one line and an exit status."""
     try:
         cli.main(prog_name="dormouse", standalone_mode=False)
     except click.exceptions.Exit as error:

@@ -10,7 +10,7 @@ from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.statusview import told
-from dormouse.core.output import show_json, table
+from dormouse.core.output import over, show_json, table
 from dormouse.core.quantities import duration
 
 MOST_RATE: Final = 2000.0
@@ -51,12 +51,10 @@ def bench(context: CommandContext, name: str, request: str, rate: float, duratio
     due = load.arrivals(rate, parse_duration_ms(duration) / 1000, seed)
 
     def told(number: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\r{number} of {len(due)} sent", nl=False, err=True)
+        over(f"{number} of {len(due)} sent")
 
     sent = load.run(lambda: (data for _, data in client.stream(name, body)), due, told)
-    if sys.stderr.isatty():
-        click.echo("\r\033[K", nl=False, err=True)
+    over("")
     found = load.summary(sent, deadline_s, streamed)
     if json_:
         show_json({"function": name, "rate_s": rate, **found})

@@ -15,6 +15,7 @@ import click
 from dormouse.core.node.cli_deploy import of_functions, read_settings, show_printed
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.core.output import clear
 from dormouse.schemas.errors import DormouseError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def top(context: CommandContext, every: float) -> None:
     client = context.client
     while True:
         value = client.status()
-        click.clear()
+        clear()
         statusview.screen(value, shutil.get_terminal_size().lines)
         time.sleep(every)
 

@@ -15,7 +15,8 @@ from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.refusals import CallRefused, Unreachable
-from dormouse.core.output import show_json, table
+from dormouse.core.output import show_answer, show_json, table
+from dormouse.core.terminal import own
 from dormouse.schemas.errors import DormouseError
 
 ODD_NBYTES: Final = 80
@@ -85,7 +86,7 @@ def invoke(context: CommandContext, name: str, request: str, kind: str | None, d
     if json_:
         show_json({"function": name, "answer": value, "ms": ms})
     else:
-        click.echo(answer)
+        show_answer(answer)
 
 
 def _kind_of(request: str) -> str:
@@ -244,4 +245,5 @@ def run(context: CommandContext, arguments: tuple[str, ...]) -> None:
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
     from dormouse.client_shim.instance import session
 
+    sys.stdout, sys.stderr = own(sys.stdout), own(sys.stderr)  # the program's, which prints what it likes
     sys.exit(session.main(list(arguments), str(context.directory)))

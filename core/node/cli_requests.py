@@ -1,13 +1,12 @@
 """`dormouse requests`, `jobs` and `job`: what was asked of functions, and requests that nobody waits for."""
 
-import sys
 from typing import Any, Final, Literal
 
 import click
 
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
-from dormouse.core.output import show_json, table, when
+from dormouse.core.output import show_answer, show_bytes, show_json, table, when
 
 PAST_COLUMNS: Final = ["at", "function", "outcome", "ms", "queue", "wait", "run", "copy", "model", "id"]
 
@@ -92,8 +91,7 @@ def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool
         while wait and "ended" not in row:
             row = client.job(id, WAIT_S)
         if wait or result:
-            _, answer = client.result(id)
-            sys.stdout.buffer.write(answer if answer.endswith(b"\n") else answer + b"\n")
-            sys.stdout.buffer.flush()
+            kind, answer = client.result(id)
+            show_bytes(kind, (answer,)) if kind else show_answer(answer.removesuffix(b"\n"))
             return
     show_json(row) if json_ else table([_job(row)], JOB_COLUMNS)

@@ -1,14 +1,13 @@
 """How `dormouse invoke` shows an answer that comes in parts, or is bytes."""
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
 
-from dormouse.core.output import harmless, show_json
+from dormouse.core.output import show_bytes, show_json
 from dormouse.schemas.errors import DormouseError
 
 
@@ -18,7 +17,9 @@ def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, be
     value at the end. Raises DormouseError.
     """
     if kind != "text/event-stream":
-        _show_bytes(pieces, as_json)
+        if as_json:
+            raise DormouseError("the answer is bytes, which are no JSON: leave out --json, and write them to a file")
+        show_bytes(kind, pieces)
         return
     parts: list[Any] = []
     written = False
@@ -26,10 +27,10 @@ def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, be
         if as_json:
             parts.append(_value(data))
         elif (text := _written(data)) is not None:
-            click.echo(harmless(text), nl=False)
+            click.echo(text, nl=False)
             written = True
         else:
-            click.echo(("\n" if written else "") + harmless(data))
+            click.echo(("\n" if written else "") + data)
             written = False
     if written:
         click.echo()
@@ -70,11 +71,3 @@ def _value(data: str) -> Any:
         return json.loads(data)
     except ValueError:
         return data
-
-
-def _show_bytes(pieces: Iterable[bytes], as_json: bool) -> None:
-    if as_json or sys.stdout.isatty():
-        raise DormouseError("the answer is bytes: write them to a file (`dormouse invoke ... > FILE`)")
-    for piece in pieces:
-        sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()

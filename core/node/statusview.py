@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.output import harmless, table
+from dormouse.core.output import table
 from dormouse.core.problems import problems, standing, strangers
 from dormouse.core.quantities import duration, size
 
@@ -81,9 +81,7 @@ def head(value: dict[str, Any], found: list[str]) -> None:
 
 
 def problem_line(text: str) -> None:
-    """Functions have written some of it."""
-    shown = harmless(text)
-    click.echo("! " + (shown if len(shown) <= LONGEST else shown[:LONGEST] + " ..."))
+    click.echo("! " + (text if len(text) <= LONGEST else text[:LONGEST] + " ..."))
 
 
 def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from llm_node import CONFIG, GREEDY, MESSAGES, client, connected, deploy, genera
 from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
-from dormouse.core.output import harmless
+from dormouse.core.terminal import harmless
 
 __all__ = ["client", "model"]
 

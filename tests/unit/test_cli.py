@@ -1,6 +1,7 @@
 """The `dormouse` command against a node that is made of http.server: what it asks, prints and exits with."""
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import pytest
@@ -31,9 +32,10 @@ from dormouse.core.node import adminclient, cli, cli_completion, cli_deploy, cli
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.statusview import OVERVIEW
-from dormouse.core.output import table
+from dormouse.core.output import clear, table
 from dormouse.core.paths import StatePaths
 from dormouse.core.quantities import size
+from dormouse.core.terminal import harmless_streams
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
@@ -157,6 +159,7 @@ class Node:
         self.files: dict[str, bytes] = {}
         self.refusal: a.Refused | None = None
         self.more: dict[str, Any] = {}  # in the answer to a deploy
+        self.spoil = ""  # what each text says that is not the node's own
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -174,8 +177,17 @@ class Node:
             while self.refusal is None and (packet := connection.recv()) is not None:
                 self.asked.append(packet[0])
                 for said in self._answer(*packet):
-                    connection.send(said)
+                    connection.send(self._spoiled(said) if self.spoil else said)
             connection.close()
+
+    def _spoiled(self, said: a.FromNode) -> a.FromNode:
+        if not isinstance(said, a.Said):
+            return said
+        try:
+            value = spoiled(json.loads(said.data), self.spoil)
+        except ValueError:
+            return a.Said(data=said.data + self.spoil.encode())
+        return a.Said(data=json.dumps(value, ensure_ascii=False).encode())
 
     def _answer(self, act: a.ToNode, fds: list[int]) -> Iterator[a.FromNode]:
         contents = []
@@ -1160,3 +1172,154 @@ def test_a_deploy_without_a_name_says_how_it_is_written(dormouse: Any, tmp_path:
     said = dormouse("deploy", str(tmp_path / "mood.py"))
     assert said.status == 2
     assert f"dormouse deploy mood {tmp_path}/mood.py" in said.err
+
+
+# --- a stranger's text
+
+HOSTILE: Final = "\x1b]0;all is well\x07\x9b31m\u202e\r[bold]x[/]"
+ARGUMENTS: Final = {
+    "bench": ("f", "1"),
+    "completion": ("bash",),
+    "cost": (),
+    "dashboard": ("--print",),
+    "deploy": ("f", "FOLDER"),
+    "dev": ("FOLDER",),
+    "doctor": (),
+    "down": (),
+    "drain": (),
+    "history": ("f",),
+    "install-service": ("NOWHERE",),
+    "invoke": ("f", "1"),
+    "job": ("j2",),
+    "jobs": (),
+    "keys create": (),
+    "keys ls": (),
+    "keys revoke": ("x",),
+    "logs": ("f",),
+    "ls": (),
+    "pin": ("f",),
+    "policy": (),
+    "replay": ("NOWHERE",),
+    "requests": (),
+    "restart": ("f",),
+    "rm": ("f", "-y"),
+    "rollback": ("f",),
+    "run": ("NOWHERE",),
+    "secret ls": (),
+    "secret rm": ("X",),
+    "secret set": ("X", "--file", "TOKEN"),
+    "simulate": ("NOWHERE",),
+    "status": (),
+    "top": (),
+    "unpin": ("f",),
+    "up": ("--config", "NOWHERE"),
+}
+CHOSEN: Final = ("error", "warning", "code", "file", "name", "function", "id", "y")
+ASK_NO_NODE: Final = {
+    *("completion", "doctor", "down", "install-service", "replay", "run", "simulate", "top", "up"),
+}
+"""Or not here: `top` wants a terminal, `run` a node's sockets, the others a file or a node's processes."""
+
+
+def commands(group: click.Group, before: str = "") -> Iterator[str]:
+    for name, of in group.commands.items():
+        if isinstance(of, click.Group):
+            yield from commands(of, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts(each)
+
+
+def spoiled(value: Any, text: str) -> Any:
+    """With this text as each text in it that a function or a deployer chooses."""
+    if isinstance(value, dict):
+        return {key: text if key in CHOSEN else spoiled(each, text) for key, each in value.items()}
+    return [spoiled(each, text) for each in value] if isinstance(value, list) else value
+
+
+def odd(text: str) -> list[str]:
+    return [char for char in text if not char.isprintable() and char not in "\n\t"]
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Callable[[str], list[str]]:
+    """A command with its arguments."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "function.py").write_text("def handle(s, r): pass\n")
+    (tmp_path / "token").write_text("secret")
+    places = {each: str(tmp_path / each.lower()) for each in ("FOLDER", "NOWHERE", "TOKEN")}
+    return lambda name: [*name.split(), *(places.get(each, each) for each in ARGUMENTS[name])]
+
+
+def test_each_command_is_known_to_these_tests() -> None:
+    assert {*ARGUMENTS} == {*commands(cli.cli)}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_refuses_a_command_commands_no_terminal(
+    dormouse: Any, node: Node, typed: Callable[[str], list[str]], name: str
+) -> None:
+    node.refusal = a.Refused(status=403, code="forbidden", text=HOSTILE)
+    result = dormouse(*typed(name))
+    assert odd(result.out + result.err) == []
+    assert (r"forbidden: \x1b]0;all is well\x07\x9b31m\u202e\r[bold]x[/]" in result.err) == (name not in ASK_NO_NODE)
+
+
+def test_what_a_function_has_made_commands_no_terminal(
+    dormouse: Any, node: Node, typed: Callable[[str], list[str]]
+) -> None:
+    """Its log, its answers, its errors; and JSON stays JSON."""
+    node.spoil = HOSTILE
+    for name in ("logs", "deploy", "job", "jobs", "history", "requests", "status", "ls"):
+        result = dormouse(*typed(name))
+        assert odd(result.out + result.err) == [], name
+        assert r"\x1b]0;all is well\x07\x9b31m\u202e" in result.out + result.err, name
+        result = dormouse(*typed(name), "--json")
+        assert odd(result.out) == [], name
+        assert HOSTILE.partition("\r")[0] in "".join(texts(json.loads(result.out))), name
+    escaped = r'"\u001b]0;all is well\u0007\u009b31m\u202e\r[bold]x[/]"'
+    assert dormouse("invoke", "f", json.dumps(HOSTILE, ensure_ascii=False)).out == f"{escaped}\n"
+    assert dormouse("job", "j2", "--result").out == f'{{"y": {escaped}}}\n'
+
+
+def test_whatever_prints_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what a command does not know that it prints; in pieces that end within a character."""
+
+    def ls(*_: Any) -> Any:
+        print(HOSTILE)
+        print(HOSTILE, file=sys.stderr)
+        click.echo(HOSTILE.encode())
+        for each in f"{HOSTILE} \u3042\n\xff".encode("utf-8", "surrogateescape"):
+            sys.stdout.buffer.write(bytes([each]))
+        sys.stdout.buffer.write(b"\xff\r\n")
+        sys.excepthook(ValueError, ValueError(HOSTILE), None)
+        return []
+
+    monkeypatch.setattr(AdminClient, "functions", ls)
+    result = dormouse("ls")
+    assert odd((result.out + result.err).replace("\r\n", "")) == []
+    assert result.out.count(r"\x9b31m\u202e\r[bold]x[/]") == 3
+    assert result.out.endswith("[bold]x[/] \u3042\n\xff\\xff\r\n")
+    assert result.err.count(r"\x9b31m\u202e\r[bold]x[/]") == 2
+
+
+def test_a_table_on_a_terminal_has_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    table([{"error": f"{HOSTILE} :smile: [link=http://example.org]here[/link]"}], ["error"])
+    assert odd(terminal.getvalue()) == []
+    with harmless_streams():
+        clear()
+        assert terminal.getvalue().endswith("\x1b[2J\x1b[1;1H"), "what is the command's own, does what it says"
+    assert "[bold]x[/] :smile: [link=http://example.org]here[/link]" in " ".join(terminal.getvalue().split())
