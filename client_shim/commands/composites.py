@@ -36,9 +36,11 @@ WHOLE: Final = frozenset([
     "cosine_similarity", "pairwise_distance", "pdist", "cdist",
     "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "binary_cross_entropy_with_logits", "ctc_loss",
     *UPSAMPLING, "grid_sampler", "affine_grid_generator", "pixel_shuffle", "stft", "istft",
+    "one_hot", "linalg_svdvals", "linalg_eigvalsh",
 ])  # fmt: skip
 """Names without overload. An operation here that PyTorch implements with a kernel of its own anyway is listed for the
-reader's sake."""
+reader's sake. The last three are not the same for a tensor subclass: `one_hot` does not check its classes, and values
+come with vectors that nobody wants."""
 
 LISTED_INSIDE: Final = frozenset(
     ["conv1d", "conv2d", "conv3d", "cross_entropy_loss", "inner", "nll_loss_nd", "pairwise_distance", *UPSAMPLING]

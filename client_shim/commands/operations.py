@@ -16,8 +16,8 @@ from dormouse.schemas import stream as wire
 
 Handler = Callable[["Operation", tuple[Any, ...], dict[str, Any]], Any]
 
-# Scalars of these decide the result's shape, so their values belong in the key.
-SHAPED_BY_SCALARS: Final = {"aten::arange", "aten::range"}
+# Scalars of these decide the result's shape, or whether to wait for it, so their values belong in the key.
+DECIDED_BY_SCALARS: Final = {"aten::arange", "aten::range", "aten::histc"}
 
 # Results depend on data though no tag says so, or the meta kernel answers without looking.
 ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::allclose"}
@@ -54,8 +54,9 @@ LAID_OUT_BY_KERNEL: Final = {
 }
 
 
-# Tagged as dynamic because a mask may be among the indices; the meta kernel refuses exactly then.
-STATIC_UNLESS_MASKED: Final = {"aten::index", "aten::_unsafe_index"}
+# Tagged as dynamic because a mask may be among the indices, or no number of classes be given; the meta kernel refuses
+# exactly then.
+MOSTLY_STATIC: Final = {"aten::index", "aten::_unsafe_index", "aten::one_hot"}
 
 
 class Operation:
@@ -73,7 +74,7 @@ class Operation:
         self.handler: Handler | None = None
         places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
         scalars = [place for place in places if _is_scalar(str(schema.arguments[place[0]].real_type))]
-        self.scalars_in_key = schema.name in SHAPED_BY_SCALARS
+        self.scalars_in_key = schema.name in DECIDED_BY_SCALARS
         self.scalars = frozenset(index for index, _ in scalars)
         self.scalar_names = frozenset(name for _, name in scalars)
         self.writes = frozenset(
@@ -89,7 +90,7 @@ class Operation:
         )
         self.flag = next((place for place in places if place[1] == hidden), None)
         dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
-        self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
+        self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in MOSTLY_STATIC)
         self.ask_once = schema.name in ASK_ONCE
         self.laid_out_by_kernel = schema.name in LAID_OUT_BY_KERNEL
         base = schema.name.removeprefix("aten::")

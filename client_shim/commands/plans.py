@@ -39,6 +39,7 @@ class Plan:
     bulky: bool = False
     nbytes: int = 0  # of the definition and the largest operands, about
     listed: bool = False  # the results are a list or tuple
+    tells: bool = False  # waits until it is known whether it has succeeded
     fresh_nbytes: list[int] = field(default_factory=list)  # by slot
     writes: tuple[int, ...] = ()  # operands written, counted over tensors
     written_at: tuple[int, ...] = ()  # their places among all operands

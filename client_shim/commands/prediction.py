@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import torch_dispatcher, torch_private
-from dormouse.client_shim.commands import definitions, metas
+from dormouse.client_shim.commands import definitions, metas, telling
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.schemas import stream as wire
@@ -37,6 +37,8 @@ def infer(call: Call) -> Plan:
             # Ours or the user's fault: either way the real operation knows best, and its error is the one to show.
             plan.shape = Plan.ASK
             plan.results, plan.changes = [], []
+    if plan.shape != Plan.ASK and telling.tells(plan, call):
+        plan.shape, plan.tells = Plan.GENERAL, True
     definitions.define(plan, call)
     return plan
 

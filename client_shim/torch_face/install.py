@@ -15,7 +15,17 @@ from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.stream import Stream
-from dormouse.client_shim.torch_face import cuda_face, factories, files, forked, tensor_methods, torchscript
+from dormouse.client_shim.torch_face import (  # at_call: for its handlers
+    at_call as at_call,
+)
+from dormouse.client_shim.torch_face import (
+    cuda_face,
+    factories,
+    files,
+    forked,
+    tensor_methods,
+    torchscript,
+)
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
 from dormouse.schemas.messages import DeviceInfo
 from dormouse.schemas.numerics import Setting

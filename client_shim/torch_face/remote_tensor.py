@@ -178,7 +178,10 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if shape == Plan.ASK:
         return _ask(current, operation, signature, plan, ids, tensors)
     first = current.record_alone(plan, ids) if plan.bulky else current.record(plan, ids)
-    return _results(plan, tensors, first)
+    results = _results(plan, tensors, first)
+    if plan.tells:
+        current.answer_for_all()
+    return results
 
 
 def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:

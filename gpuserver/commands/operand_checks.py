@@ -239,6 +239,16 @@ def _packed(values: dict[str, Any]) -> str | None:
     return None if first.size(1) == steps[0] else f"states of {first.size(1)} sequences for {steps[0]}"
 
 
+def _labels(values: dict[str, Any]) -> str | None:
+    """The kernel reads each label's probability, whichever label it is."""
+    probabilities, targets = values["log_probs"], values["targets"]
+    if not isinstance(probabilities, torch.Tensor) or not isinstance(targets, torch.Tensor) or not targets.numel():
+        return None  # it looks at the rest itself
+    least, most = (int(each) for each in targets.aminmax())
+    classes = probabilities.size(-1) if probabilities.dim() else 0
+    return None if least >= 0 and most < classes else f"targets from {least} to {most} of {classes} classes"
+
+
 def _pivots(values: dict[str, Any]) -> str | None:
     """Kernels exchange the rows that pivots name, counted from 1, wherever those lie. Below 0: of a block of two."""
     factors = next((values[name] for name in ("LU_data", "LU", "LD") if name in values), None)
@@ -316,6 +326,7 @@ CHECKS: Final[dict[str, Check]] = {
     **_for("embedding_bag _embedding_bag _embedding_bag_forward_only", _bags),
     **_for("_transformer_encoder_layer_fwd _native_multi_head_attention", _heads),
     **_for("lu_unpack lu_solve linalg_lu_solve linalg_ldl_solve", _pivots),
+    **_for("ctc_loss _ctc_loss", _labels),
     **_for("tril triu", _whole_result),
     **_for("linalg_eigvals _linalg_eigvals", _numbers),
     "_scaled_dot_product_flash_attention_for_cpu": _rows_in_order,

@@ -72,7 +72,10 @@ def refusal(name: str) -> str:
     """Why there is none, and what to do."""
     full, _, _ = name.partition("@")
     if full == name:
-        return f"{name} is not an operation that a function may run on a GPU"
+        return (
+            f"{name} is not an operation that a function may run on a GPU: use others in its place, "
+            "or call it on the CPU, with x.cpu()"
+        )
     namespace = full.partition("::")[0]
     library = _library(name)
     if library is not None and library.trouble:

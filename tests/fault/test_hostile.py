@@ -81,6 +81,9 @@ VIOLATIONS = {
     ),
 }
 
+REFUSED = "is not an operation that a function may run on a GPU"
+WAY_ON = "use others in its place, or call it on the CPU, with x.cpu()"
+
 ANSWERS: dict[str, tuple[str, object]] = {
     "stalelease": (
         "send(lease.serial - 1, lease.secret, 1, [[], []], []); return reply(w.REFUSED)[2]",
@@ -97,7 +100,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
     "unknownop": (
         "frame([60000, w.SYNC, 999], [], [60000, ['aten::from_file', ['/etc/passwd'], [], [[], [], False], 'float32']])"
         "; return reply(w.FAILED)[1:4]",
-        [999, "NotImplementedError", "aten::from_file is not an operation that a function may run on a GPU"],
+        [999, "NotImplementedError", f"aten::from_file {REFUSED}: {WAY_ON}"],
     ),
 }
 
@@ -133,7 +136,6 @@ def test_d5_an_attack_is_answered_and_changes_nothing(node: TestNode, attack: st
     _unharmed(node, before)
 
 
-REFUSED = "is not an operation that a function may run on a GPU"
 OUT_OF_BOUNDS = {
     "segment_reduce": (
         "torch.segment_reduce(state, 'sum', lengths=torch.tensor([10**6]).to('cuda'), unsafe=True)",
@@ -141,7 +143,7 @@ OUT_OF_BOUNDS = {
     ),
     "as_strided": (
         "torch.as_strided(state, (10**6,), (1,))",
-        ("RuntimeError", "a tensor that ends at byte 4000000 of a storage of 32"),
+        ("RuntimeError", "a storage size of 4000000 are out of bounds for storage of size 32"),
     ),
     "native_batch_norm": (
         "torch.ops.aten.native_batch_norm(state.view(1, 8, 1), None, state[:1], state, state, False, 0.1, 1e-5)[0]",

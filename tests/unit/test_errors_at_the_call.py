@@ -1,0 +1,218 @@
+"""What CUDA reports at the call comes at the call, as PyTorch on the CPU says it; what cannot fail, and what CUDA
+reports later, is not waited for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, linalg
+
+from dormouse.client_shim import torch_private
+from dormouse.gpuserver.commands.operators import refusal
+
+CUDA = "cuda"
+MODES: list[Any] = [torch.no_grad, torch.inference_mode]
+NAN = float("nan")
+
+
+class On:
+    """Inputs on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def at(self, *values: Any) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def full(self, value: float, *size: int) -> Tensor:
+        return torch.full(size, float(value), device=self.device)
+
+    def eye(self, size: int = 3) -> Tensor:
+        return torch.eye(size, device=self.device)
+
+    def none(self) -> Tensor:
+        """Of an empty selection."""
+        some = self.at(1.0, 2.0)
+        return some[some > 3]
+
+
+WRONG: dict[str, Callable[[On], Any]] = {
+    "cholesky": lambda on: linalg.cholesky(-on.eye()),
+    "cholesky, old": lambda on: torch.cholesky(-on.eye()),
+    "cholesky_ex": lambda on: linalg.cholesky_ex(-on.eye(), check_errors=True),
+    "cholesky_inverse": lambda on: torch.cholesky_inverse(on.full(0, 3, 3)),
+    "inv": lambda on: linalg.inv(on.full(0, 3, 3)),
+    "inverse": lambda on: on.full(0, 3, 3).inverse(),
+    "inv_ex": lambda on: linalg.inv_ex(on.full(0, 3, 3), check_errors=True),
+    "tensorinv": lambda on: linalg.tensorinv(on.full(0, 3, 3), ind=1),
+    "matrix_power": lambda on: linalg.matrix_power(on.full(0, 3, 3), -1),
+    "solve": lambda on: linalg.solve(on.full(0, 3, 3), on.full(1, 3)),
+    "solve, one of a batch": lambda on: linalg.solve(torch.stack([on.eye(), on.full(0, 3, 3)]), on.full(1, 2, 3)),
+    "solve_ex": lambda on: linalg.solve_ex(on.full(0, 3, 3), on.full(1, 3), check_errors=True),
+    "tensorsolve": lambda on: linalg.tensorsolve(on.full(0, 3, 3), on.full(1, 3)),
+    "lu_factor": lambda on: linalg.lu_factor(on.full(0, 3, 3)),
+    "lu_factor_ex": lambda on: linalg.lu_factor_ex(on.full(0, 3, 3), check_errors=True),
+    "svd": lambda on: linalg.svd(on.full(NAN, 3, 2)),
+    "svd, old": lambda on: torch.svd(on.full(NAN, 3, 2)),
+    "svdvals": lambda on: linalg.svdvals(on.full(NAN, 3, 2)),
+    "eig": lambda on: linalg.eig(on.full(NAN, 3, 3)),
+    "eigh": lambda on: linalg.eigh(on.full(NAN, 3, 3)),
+    "eigvalsh": lambda on: linalg.eigvalsh(on.full(NAN, 3, 3)),
+    "pinv": lambda on: linalg.pinv(on.full(NAN, 3, 3)),
+    "matrix_rank": lambda on: linalg.matrix_rank(on.full(NAN, 3, 3)),
+    "cond": lambda on: linalg.cond(on.full(NAN, 3, 3)),
+    "nuclear norm": lambda on: linalg.norm(on.full(NAN, 3, 3), "nuc"),
+    "a distribution": lambda on: torch.distributions.MultivariateNormal(
+        on.full(0, 3), precision_matrix=-on.eye(), validate_args=False
+    ),
+    "multinomial, below 0": lambda on: torch.multinomial(on.at(-1.0, 2.0), 1),
+    "multinomial, all 0": lambda on: torch.multinomial(on.at(0.0, 0.0), 1),
+    "multinomial, several": lambda on: torch.multinomial(on.at(NAN, 1.0), 3, replacement=True),
+    "histc": lambda on: torch.histc(on.at(NAN, 1.0)),
+    "normal": lambda on: torch.normal(on.at(0.0), on.at(-1.0)),
+    "normal of a number": lambda on: torch.normal(0.0, on.at(-1.0)),
+    "searchsorted": lambda on: torch.searchsorted(on.at(1.0, 2.0), on.at(1.0), sorter=on.at(0, 5)),
+    "bucketize": lambda on: torch.bucketize(on.at(1.0), on.eye()),
+    "bincount": lambda on: torch.bincount(on.at(1, -2)),
+    "repeat_interleave": lambda on: torch.repeat_interleave(on.at(1, 2), on.at(1, -2)),
+    "max of nothing": lambda on: on.none().max(),
+    "argmin of nothing": lambda on: on.none().argmin(),
+    "aminmax of nothing": lambda on: on.none().aminmax(),
+    "mode of nothing": lambda on: on.none().mode(),
+    "a mask that takes two values of three": lambda on: on.full(0, 3).index_put_(
+        (on.at(True, False, True),), on.full(1, 3)
+    ),
+    "bernoulli_": lambda on: on.full(0, 3).bernoulli_(1.5),
+    "uniform_": lambda on: on.full(0, 3).uniform_(3, 1),
+    "random_": lambda on: on.full(0, 3).random_(3, 1),
+    "heaviside": lambda on: torch.heaviside(on.at(0.0), on.at(1)),
+    "an integer's negative power": lambda on: on.at(2) ** -1,
+    "as_strided": lambda on: on.full(0, 4).as_strided((3, 3), (3, 1)),
+    "_assert_async": lambda on: torch._assert_async(on.at(0)[0]),
+    "_assert_async with a text": lambda on: torch._assert_async(on.at(0)[0], "no more than that"),
+    "one_hot": lambda on: F.one_hot(on.at(2, -1)),
+}
+
+
+def _error(call: Callable[[On], Any], on: On) -> tuple[type[Exception], str]:
+    with pytest.raises(Exception) as info:  # noqa: PT011  # compared with PyTorch's own
+        call(on)
+    return info.type, str(info.value).splitlines()[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_comes_at_the_call_as_pytorch_says_it(loopback: Any, mode: Any, name: str) -> None:
+    call = WRONG[name]
+    with mode():
+        assert _error(call, On(CUDA)) == _error(call, On("cpu"))
+        torch.cuda.synchronize()  # it was told, and the lease goes on
+        assert (torch.ones(2, device=CUDA) * 2).tolist() == [2.0, 2.0]
+
+
+def test_a_matrix_gets_more_jitter_until_it_has_a_factor(loopback: Any) -> None:
+    """As code for Gaussian processes does it."""
+    kernel = torch.ones(4, 4, device=CUDA) - 1e-4 * torch.eye(4, device=CUDA)
+    failed = []
+    for jitter in (0.0, 1e-6, 1e-3, 1e-1):
+        try:
+            factor = linalg.cholesky(kernel + jitter * torch.eye(4, device=CUDA))
+            break
+        except torch_private.LinAlgError as error:
+            failed.append(type(error))
+    assert failed == [torch_private.LinAlgError] * 2
+    assert round(factor.sum().item(), 4) == 4.1675
+
+
+SURE: dict[str, Callable[[On], Any]] = {
+    "cholesky_ex": lambda on: linalg.cholesky_ex(-on.eye()),
+    "inv_ex": lambda on: linalg.inv_ex(on.full(0, 3, 3)),
+    "lu": lambda on: linalg.lu(on.full(0, 3, 3)),
+    "det": lambda on: linalg.det(on.full(NAN, 3, 3)),
+    "qr": lambda on: linalg.qr(on.full(NAN, 3, 3)),
+    "solve_triangular": lambda on: linalg.solve_triangular(on.full(0, 3, 3), on.eye(), upper=True),
+    "norm": lambda on: linalg.norm(on.eye()),
+    "max": lambda on: on.eye().max(),
+    "sum of nothing": lambda on: torch.zeros(0, 3, device=on.device).sum(1),
+    "histc": lambda on: torch.histc(on.full(1, 3), 4, 0, 2),
+    "searchsorted": lambda on: torch.searchsorted(on.full(1, 3), on.full(1, 2)),
+    "normal": lambda on: torch.normal(on.full(1, 3), 2.0),
+    "bernoulli_": lambda on: on.full(1, 3).bernoulli_(0.5),
+    "a mask that takes one value": lambda on: on.full(0, 3).masked_fill(on.at(True, False, True), 2.0),
+    "an index that takes values": lambda on: on.full(0, 3).index_put_((on.at(0, 2),), on.full(1, 2)),
+    "one_hot": lambda on: F.one_hot(on.at(0, 2), 3),
+    "softmax": lambda on: on.eye().softmax(0),
+}
+LATER: dict[str, Callable[[On], Any]] = {
+    "gather": lambda on: on.full(0, 3).gather(0, on.at(7)),
+    "index": lambda on: on.full(0, 3)[on.at(7)],
+    "embedding": lambda on: F.embedding(on.at(7), on.eye()),
+    "cross_entropy": lambda on: F.cross_entropy(on.eye(2), on.at(0, 9)),
+    "bernoulli": lambda on: torch.bernoulli(on.at(1.5)),
+    "one_hot": lambda on: F.one_hot(on.at(5), 3),
+}
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_what_cannot_fail_is_not_waited_for(loopback: Any, name: str) -> None:
+    torch.cuda.synchronize()
+    trips = loopback.stream.answers.round_trips
+    SURE[name](On(CUDA))
+    assert loopback.stream.answers.round_trips == trips
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_fails_on_the_gpu_is_told_at_the_next_answer(loopback: Any, name: str) -> None:
+    torch.cuda.synchronize()
+    trips = loopback.stream.answers.round_trips
+    LATER[name](On(CUDA))
+    assert loopback.stream.answers.round_trips == trips
+    with pytest.raises((RuntimeError, IndexError)):
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_hot_checks_its_classes(loopback: Any, mode: Any) -> None:
+    with mode():
+        for classes, count in (([5], 3), ([-1], 3), ([1], 0)):
+            with pytest.raises(RuntimeError) as expected:
+                F.one_hot(torch.tensor(classes), count)
+            with pytest.raises(RuntimeError) as info:
+                F.one_hot(torch.tensor(classes, device=CUDA), count).tolist()
+            assert str(info.value).splitlines()[0] == str(expected.value)
+        for right, count in (([[1, 2]], 3), ([2, 0], -1), ([], 4)):
+            host = torch.tensor(right, dtype=torch.int64)
+            got = F.one_hot(host.to(CUDA), count)
+            assert (got.dtype, got.tolist()) == (torch.int64, F.one_hot(host, count).tolist())
+
+
+def test_labels_that_no_class_has_are_not_looked_up(loopback: Any) -> None:
+    """PyTorch's kernel reads whatever lies there."""
+    chances = torch.full((4, 1, 3), -1.0)
+
+    def loss(on: str, *labels: int) -> float:
+        targets = torch.tensor([labels], device=on)
+        return F.ctc_loss(chances.to(on), targets, torch.tensor([4]), torch.tensor([len(labels)])).item()
+
+    assert loss(CUDA, 1, 2) == loss("cpu", 1, 2)
+    for wrong in (9, 3, -1):
+        with pytest.raises(RuntimeError, match=f"targets from .*{wrong}.* of 3 classes"):
+            loss(CUDA, 1, wrong)
+
+
+def test_values_alone_are_computed_without_their_vectors(loopback: Any) -> None:
+    executor = loopback.node.executors[0]
+    for call in (linalg.svdvals, linalg.eigvalsh):
+        host = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        before = executor.interpreter.operations_run
+        got = call(host.to(CUDA)).cpu()
+        torch.testing.assert_close(got, call(host))
+        assert executor.interpreter.operations_run == before + 1
+
+
+def test_a_refused_operation_names_a_way_on() -> None:
+    assert refusal("aten::segment_reduce").endswith("use others in its place, or call it on the CPU, with x.cpu()")
