@@ -257,6 +257,8 @@ class Controller(Actor):
                 self.log.error("model_damaged", instances=message.instances, reason=message.text)
                 for instance in message.instances:
                     self._say(m.EndInstance(instance=instance, failure=service.damaged(message.text)))
+            case m.LoadDisplaced(instance=instance):
+                self._say(m.EndInstance(instance=instance, failure=service.displaced()))
             case _:
                 assert_never(message)
 

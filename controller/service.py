@@ -94,6 +94,11 @@ def damaged(text: str) -> m.Failure:
     return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
 
 
+def displaced() -> m.Failure:
+    text = "no host memory: a deployed model needed what this one had begun to fill; deploy again, or raise limits.host"
+    return m.Failure(code="load_failed", status=422, text=text)
+
+
 def not_kept(text: str, what: str = "the function was not deployed") -> m.Failure:
     """``text``: why the catalogue does not have the new version, or what else was not done."""
     return m.Failure(code="not_kept", status=507, text=f"{what}: {text}", retryable=True)

@@ -164,6 +164,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     queue: int = 4096  # requests waiting in the node
     log: str = "4MiB"  # per function, then rotated once
     host: str = ""  # host memory for models; default: half of the machine's
+    quota: str = ""  # most that a deploy may ask as its quota; default: what its tenant may have of host memory
     disk: str = ""  # files for models in the state directory, "0" for none; default: all but a tenth of the disk
     loads: int = 2  # instances that load at the same time
     extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
@@ -230,6 +231,7 @@ class TenantSection(_Section, frozen=True, kw_only=True):
 
     share: float | None = None  # of the GPUs' time, beside those of others; who is not named has a share of 1
     gpu_memory: str = ""  # of each GPU: what its models keep beyond it goes first, when others need the room
+    host: str = ""  # of host memory for its models that is in no file; default: half of `limits.host`, if many share it
     requests_s: float | None = None  # requests per second, to all of its functions together
     tokens_s: float | None = None  # tokens per second, of prompts and answers, of all its language models together
 

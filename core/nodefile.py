@@ -18,7 +18,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import ISOLATIONS
 
 _MAYBE_SIZES: Final = (
-    "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk",
+    "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk", "limits.quota",
     "environments.tenant_store",
 )  # fmt: skip
 _SIZES: Final = (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from dormouse.core.config import TenantSection, parse_nbytes
+from dormouse.core.config import NodeConfig, TenantSection, parse_nbytes
 from dormouse.core.names import NAME
 from dormouse.schemas.errors import ConfigError
 
@@ -25,11 +25,12 @@ def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
             yield f"tenants.{name!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
         if tenant.share is not None and not (math.isfinite(tenant.share) and tenant.share > 0.0):
             yield f"{at}.share is {tenant.share:g}; write a number above 0, which counts beside the shares of others"
-        try:
-            if tenant.gpu_memory:
-                parse_nbytes(tenant.gpu_memory)
-        except ConfigError as error:
-            yield f"{at}.gpu_memory: {error}"
+        for key, text in (("gpu_memory", tenant.gpu_memory), ("host", tenant.host)):
+            try:
+                if text:
+                    parse_nbytes(text)
+            except ConfigError as error:
+                yield f"{at}.{key}: {error}"
         for key, rate in (("requests_s", tenant.requests_s), ("tokens_s", tenant.tokens_s)):
             if rate is not None and not (math.isfinite(rate) and rate > 0.0):
                 yield f"{at}.{key} is {rate:g}; write how many per second, a number above 0, or leave it out"
@@ -38,6 +39,19 @@ def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
 def gpu_nbytes(tenants: Mapping[str, TenantSection]) -> dict[str, int]:
     """Of each GPU, by tenant."""
     return {name: parse_nbytes(each.gpu_memory) for name, each in tenants.items() if each.gpu_memory}
+
+
+def host_nbytes(config: NodeConfig, tenant: str) -> int:
+    """Of host memory, for what is in no file. Where there are several tenants, none can take all of it."""
+    section = config.tenants.get(tenant)
+    if section is not None and section.host:
+        return parse_nbytes(section.host)
+    return config.host_nbytes // (2 if config.node.tenants == "many" else 1)
+
+
+def quota_nbytes(config: NodeConfig, tenant: str) -> int:
+    """The most that one of its models may grow by."""
+    return parse_nbytes(config.limits.quota) if config.limits.quota else host_nbytes(config, tenant)
 
 
 def limited(tenants: Mapping[str, TenantSection]) -> frozenset[str]:

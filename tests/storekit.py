@@ -236,11 +236,14 @@ class StoreKit:
         sharing: str = "tenant",
         state: str = "",
         cuda: bool = False,
+        tenants: str = "one",
     ) -> None:
         self.runner = asyncio.Runner()
         self.directory = tempfile.mkdtemp(prefix="dm-")
         self.config = NodeConfig(
-            node=NodeSection(run=f"{self.directory}/r", state=state or f"{self.directory}/s", sharing=sharing),
+            node=NodeSection(
+                run=f"{self.directory}/r", state=state or f"{self.directory}/s", sharing=sharing, tenants=tenants
+            ),
             limits=LimitsSection(host=str(host), disk=disk),
             start=StartSection(cuda=cuda),
         )

@@ -11,6 +11,7 @@ import socket
 from functools import partial
 from typing import Final
 
+from dormouse.core import tenants
 from dormouse.core.actor import Actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import Inbox
@@ -31,6 +32,7 @@ from dormouse.gpuserver.store.memory import legacy
 from dormouse.gpuserver.store.memory.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
 from dormouse.gpuserver.store.memory.segments import Holder, Segment, Segments
+from dormouse.gpuserver.store.memory.shares import HostShares
 from dormouse.gpuserver.store.memory.store_memory import StoreMemory
 from dormouse.gpuserver.store.metering import HostMeter
 from dormouse.gpuserver.store.peers import ExecutorSession
@@ -57,6 +59,7 @@ class Store(Actor):
         self.instances: dict[str, StoreInstance] = {}  # by instance
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._unclaimed: list[Segment] = []
+        self._displaced: set[str] = set()  # instances that are to end, and have not yet
         self._opened = False
         self._heir: socket.socket | None = None  # where a successor finds what is left to it
 
@@ -83,8 +86,17 @@ class Store(Actor):
         self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._telling.soon)
         slabs, left = inherited(config.host_nbytes, config.start.cuda, self.log)
         maps = {} if left is None else left.maps
+        self._shares = HostShares(self.segments, self._tenant, partial(tenants.host_nbytes, config))
         self.memory = StoreMemory(
-            self.segments, slabs, self._on_slab, self._on_slab_gone, self._telling.soon, self.writer.press, maps
+            self.segments,
+            slabs,
+            self._on_slab,
+            self._on_slab_gone,
+            self._telling.soon,
+            self.writer.press,
+            maps,
+            self._shares,
+            self._displace,
         )
         self.reads = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = StoreServices(
@@ -276,6 +288,7 @@ class Store(Actor):
         attached = self.instances.pop(instance, None)
         if attached is None:
             return
+        self._displaced.discard(instance)
         attached.leave()
         if attached.key is not None:
             self.functions.detach(attached.key)
@@ -323,6 +336,18 @@ class Store(Actor):
             return holder[0] if holder in self.functions.records else ""
         attached = self.instances.get(holder)
         return "" if attached is None else attached.attach.function or holder
+
+    def _tenant(self, holder: Holder) -> str | None:
+        attached = None if isinstance(holder, tuple) else self.instances.get(holder)
+        return None if attached is None else attached.attach.tenant
+
+    def _displace(self) -> bool:
+        """A deployed model is needed, and what is being loaded takes its room: whether an instance gives it back."""
+        if not self._displaced and (name := self._shares.largest_draft()):
+            self._displaced.add(name)
+            self.log.warning("load_displaced", instance=name)
+            self.controller.send(m.LoadDisplaced(instance=name))
+        return bool(self._displaced)
 
     def _totals(self) -> m.StoreStatus:
         budget = self.config.disk_nbytes

@@ -9,7 +9,7 @@ from msgspec import structs
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.names import NAME
-from dormouse.core.quantities import size
+from dormouse.core.quantities import size, sizes
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
@@ -98,6 +98,16 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         network=settings.network,
         secrets=tuple(checked_variable(name, "a secret's name") for name in dict.fromkeys(settings.secrets)),
     )
+
+
+def within_quota(spec: FunctionSpec, most_nbytes: int) -> FunctionSpec:
+    """What nobody has asked for is less on a small node. Raises ConfigError."""
+    if spec.quota_nbytes <= most_nbytes:
+        return spec
+    if spec.quota_nbytes != a.Settings().quota:
+        asked, most = sizes(spec.quota_nbytes, most_nbytes)
+        raise ConfigError(f"quota is {asked}; this node grants tenant {spec.tenant!r} at most {most} (limits.quota)")
+    return structs.replace(spec, quota_nbytes=most_nbytes)
 
 
 def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:

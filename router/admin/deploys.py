@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from dormouse.core import tenants
 from dormouse.core.config import NodeConfig
 from dormouse.core.modelfolder import ADAPTER
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.asks import Asks
-from dormouse.router.admin.deploying import Deploying, spec_of
+from dormouse.router.admin.deploying import Deploying, spec_of, within_quota
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
@@ -119,10 +120,11 @@ class Deploys:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
         try:
             spec = spec_of(act, self._config.node.isolation, base)
+            if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
+                spec = structs.replace(spec, tenant=caller.tenant)
+            spec = within_quota(spec, tenants.quota_nbytes(self._config, spec.tenant))
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
-        if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
-            spec = structs.replace(spec, tenant=caller.tenant)
         self._may_deploy(caller, spec)
         self._vault.may_use(caller, spec)
         return spec

@@ -62,4 +62,10 @@ class MovedDown(Message, frozen=True, kw_only=True, tag=6):
     left_nbytes: int
 
 
-StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged | HostMetered | MovedDown
+class LoadDisplaced(Message, frozen=True, kw_only=True, tag=7):
+    """A deployed model needs the host memory that this instance has begun to fill: end it."""
+
+    instance: str
+
+
+StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged | HostMetered | MovedDown | LoadDisplaced

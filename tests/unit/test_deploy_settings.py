@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from dormouse.router.admin.deploying import spec_of
+from dormouse.core import tenants
+from dormouse.core.config import LimitsSection, NodeConfig, NodeSection, TenantSection
+from dormouse.router.admin.deploying import spec_of, within_quota
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import EmbeddingSettings, LlmSettings
@@ -28,6 +31,23 @@ def test_a_model_that_makes_embeddings_is_no_language_model() -> None:
     found = spec_of(act)
     assert (found.llm, found.embedding) == (None, EmbeddingSettings(context=64))
     assert found.stateless  # so it may have several instances
+
+
+def test_d1_a_quota_is_not_its_authors_alone_to_choose() -> None:
+    node = NodeConfig(
+        node=NodeSection(tenants="many"),
+        limits=LimitsSection(host="3GiB"),
+        tenants={"a": TenantSection(host="2GiB")},
+    )
+    assert [tenants.quota_nbytes(node, name) >> 20 for name in ("a", "b")] == [2048, 1536]
+    assert tenants.quota_nbytes(structs.replace(node, node=NodeSection()), "b") == 3 << 30
+    assert tenants.quota_nbytes(structs.replace(node, limits=LimitsSection(quota="5MiB")), "a") == 5 << 20
+    asked = spec_of(a.Deploy(name="f", entry="f.py", settings=a.Settings(quota="2GiB")))
+    assert within_quota(asked, 2 << 30) is asked
+    with pytest.raises(ConfigError, match=r"^quota is 2\.0 GiB; this node grants tenant 'default' at most 1\.5 GiB \("):
+        within_quota(asked, 1536 << 20)
+    unasked = spec_of(a.Deploy(name="f", entry="f.py", settings=a.Settings(quota="1GiB")))
+    assert within_quota(unasked, 5 << 20).quota_nbytes == 5 << 20
 
 
 @pytest.mark.parametrize(

@@ -408,14 +408,14 @@ def test_a_full_disk_is_said_and_stops_nothing(make_kit: MakeKit, disk: str) -> 
         assert status.file_nbytes == 0
         assert await executor.contents("a", 1) == {1: data}
         two = await kit.instance("b", "g")
-        failed = await two.upload(1, b"", total=11 * MIB)
+        failed = await two.upload(1, bytes(11 * MIB))
         assert isinstance(failed, m.StoreFailed)
         assert "limits.disk" in failed.text
-        assert await two.upload(2, b"", total=9 * MIB) == m.Uploaded()
+        assert await two.upload(2, bytes(9 * MIB)) == m.Uploaded()
         await kit.forget(two)
         await kit.forget(one)
         three = await kit.instance("c", "h")  # what no instance has and no file will have makes room
-        assert await three.upload(1, b"", total=15 * MIB) == m.Uploaded()
+        assert await three.upload(1, bytes(15 * MIB)) == m.Uploaded()
 
     kit.run(test())
 

@@ -69,6 +69,11 @@ def test_rates_that_cannot_be(key: str, rate: float) -> None:
         parse_config({"tenants": {"a": {key: rate}}})
 
 
+def test_host_memory_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.a\.host: 'much' is not a size"):
+        parse_config({"tenants": {"a": {"host": "much"}}})
+
+
 # --- what is said
 
 

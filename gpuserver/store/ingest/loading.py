@@ -97,11 +97,13 @@ class Loading:
         try:
             return await self._perform(step)
         except (HostFull, FileReadFailed) as error:
-            return o.Failed(str(error))
+            text = str(error)
+            if not isinstance(step, o.Hash):
+                return o.Failed(text)
         except Exception as error:  # the outermost frame of what is done for this instance
             text = self._raised(error)
-        if not isinstance(step, o.Hash):
-            return o.Failed(text, raised=True)
+            if not isinstance(step, o.Hash):
+                return o.Failed(text, raised=True)
         self.hear(o.Broke(text))
         return o.Hashed(step.number, None)
 
@@ -161,19 +163,23 @@ class Loading:
             case o.Look():
                 return self._look(step)
             case o.FindSpan(nbytes=nbytes):
-                return o.SpanFound(await memory.place(self._model, nbytes))
+                return o.SpanFound(await memory.announce(self._model, self._model.instance, nbytes))
             case o.CopySegment(segment=segment, offset=offset, span=span):
+                await memory.come(span, self._model.instance, span.nbytes)
                 await node.reads.read(segment, self._model)
                 assert segment.span is not None
                 await memory.copy(memory.address(segment.span) + offset, span, 0, span.nbytes)
                 return o.Copied()
             case o.CopyFromArena(upload=upload, span=span):
+                await memory.come(span, self._model.instance, upload.nbytes)
                 source = self._arena.address + self._area.stream_offset + upload.arena_offset
                 await memory.copy(source, span, upload.offset, upload.nbytes)
                 return o.BytesWritten()
-            case o.ReadFile():
+            case o.ReadFile(part=part, span=span):
+                await memory.come(span, self._model.instance, part.nbytes)
                 return o.BytesWritten(await self._read(step))
             case o.Hash(number=number, span=span, parts=parts):
+                await memory.come(span, self._model.instance, span.nbytes)  # what never came is zeros, which are read
                 if parts:
                     start = memory.address(span)
                     moves = [(start + offset, memory.address(part), part.nbytes) for part, offset in parts]

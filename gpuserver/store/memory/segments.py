@@ -56,6 +56,7 @@ class Segments:
         self._here: dict[bytes, dict[Segment, None]] = {}  # those of them that are in host memory
         self._lying: Counter[SlabSpan] = Counter()  # segments by where they lie
         self.touched: dict[SlabSpan, Segment] = {}  # where one lies, or lay, that others hold now; who counts clears it
+        self.moved: dict[SlabSpan, Segment] = {}  # the same, also of what got a file or lost it
         self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
 
     # --- coming to be
@@ -115,7 +116,7 @@ class Segments:
 
     def _touch(self, segment: Segment) -> None:
         if segment.span is not None:
-            self.touched[segment.span] = segment
+            self.touched[segment.span] = self.moved[segment.span] = segment
 
     def holders_at(self, span: SlabSpan, known: Segment) -> set[Holder] | None:
         """Of all that lies there, which is, or was, ``known`` and its twins; None if nothing does."""
@@ -176,13 +177,14 @@ class Segments:
         if fingerprint in self.filed:
             self.filed_nbytes -= self.filed.pop(fingerprint)
             self.doomed.append(fingerprint)
+            self._refiled(fingerprint)
 
     def _drop_span(self, segment: Segment) -> int:
         """Returns how many bytes are free by that: none while a twin has them."""
         span, segment.span = segment.span, None
         if span is None:
             return 0
-        self.touched[span] = segment
+        self.touched[span] = self.moved[span] = segment
         del self._placed[segment.id]
         if segment.fingerprint is not None:
             here = self._here[segment.fingerprint]
@@ -207,6 +209,12 @@ class Segments:
         if segment.fingerprint not in self.filed:
             self.filed[segment.fingerprint] = segment.nbytes
             self.filed_nbytes += segment.nbytes
+            self._refiled(segment.fingerprint)
+
+    def _refiled(self, fingerprint: bytes) -> None:
+        for segment in self._here.get(fingerprint, ()):
+            if segment.span is not None:
+                self.moved[segment.span] = segment
 
     def move_up(self, segment: Segment, span: SlabSpan) -> None:
         """Its bytes are in ``span`` now."""

@@ -4,6 +4,9 @@ A slab is a range that is far larger than most models, so that what one owner pl
 copied in a row. To keep it so while several instances load at once, an owner that has begun has a slab to itself
 until it is closed, as far as there is room.
 
+An owner may announce a span before its bytes come: it *owes* them, and only what comes counts. Where all of a slab
+counts, so does that.
+
 What a slab costs depends on whether executors pin it. If not, address space only: pages are taken when written and
 given back when a segment is freed, and the budget counts live segments. If they do, all of it from the start: the
 budget counts slabs, and one that empties goes.
@@ -77,6 +80,7 @@ class Slabs:
         self._numbers = itertools.count()
         self._cursors: dict[object, _Cursor] = {}  # by owner
         self._expected: dict[object, int] = {}  # bytes by owner
+        self._owed: dict[tuple[int, int], int] = {}  # bytes by slab and offset of a span
 
     @property
     def slabs(self) -> dict[int, int]:
@@ -124,15 +128,16 @@ class Slabs:
         """The owner will place these: its spans shall lie in a row although there are smaller holes."""
         self._expected[owner] = sum(aligned(nbytes) for nbytes in sizes)
 
-    def place(self, owner: object, nbytes: int) -> SlabSpan:
+    def place(self, owner: object, nbytes: int, owed: bool = False) -> SlabSpan:
         """Room for ``nbytes``, right behind the owner's last span if possible. A slab that is not yet in use may have
-        been added.
+        been added. ``owed``: they are to come.
 
         Raises:
             HostFull: the budget would be exceeded.
         """
         size = aligned(nbytes)
-        if not self.pinnable and (lacking := self.used_nbytes + size - self.budget_nbytes) > 0:
+        owed = owed and not self.pinnable
+        if not (self.pinnable or owed) and (lacking := self.used_nbytes + size - self.budget_nbytes) > 0:
             raise self._full(nbytes, lacking)
         cursor = self._cursors.get(owner)
         if cursor is None or not self._free[cursor.slab].take_at(cursor.offset, nbytes):
@@ -144,10 +149,26 @@ class Slabs:
             assert taken
         span = SlabSpan(cursor.slab, cursor.offset, nbytes)
         cursor.offset += size
-        self.used_nbytes += size
+        if owed:
+            self._owed[span.slab, span.offset] = size
+        else:
+            self.used_nbytes += size
         if owner in self._expected:
             self._expected[owner] -= size
         return span
+
+    def owes(self, span: SlabSpan, nbytes: int) -> int:
+        """How many of these count when they come."""
+        return min(aligned(nbytes) if nbytes else 0, self._owed.get((span.slab, span.offset), 0))
+
+    def come(self, span: SlabSpan, nbytes: int) -> None:
+        """So many bytes of a span are here. Raises HostFull: the budget would be exceeded."""
+        size = self.owes(span, nbytes)
+        if size and (lacking := self.used_nbytes + size - self.budget_nbytes) > 0:
+            raise self._full(nbytes, lacking)
+        if size:
+            self.used_nbytes += size
+            self._owed[span.slab, span.offset] -= size
 
     def _begin(self, owner: object, size: int) -> _Cursor:
         """A hole in a slab that no other owner is filling, else a new slab. A hole that is too small for a row is used
@@ -212,7 +233,7 @@ class Slabs:
             self._go_if_empty(cursor.slab)
 
     def free(self, span: SlabSpan) -> None:
-        self.used_nbytes -= self._free[span.slab].give(span.offset)
+        self.used_nbytes -= self._free[span.slab].give(span.offset) - self._owed.pop((span.slab, span.offset), 0)
         self._go_if_empty(span.slab)
 
     def _go_if_empty(self, number: int) -> None:
@@ -226,7 +247,8 @@ class Slabs:
         """Assert that every slab is tiled exactly and that the budget is exact."""
         for slab in self._free.values():
             slab.check()
-        assert self.used_nbytes == sum(slab.capacity - slab.free_nbytes for slab in self._free.values())
+        taken = sum(slab.capacity - slab.free_nbytes for slab in self._free.values())
+        assert self.used_nbytes == taken - sum(self._owed.values())
         assert self.held_nbytes <= self.budget_nbytes
         if self.pinnable:
             begun = {cursor.slab for cursor in self._cursors.values()}

@@ -18,6 +18,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.memory.fingerprint import fingerprint
 from dormouse.gpuserver.store.memory.notifier import Notifier
 from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.shares import HostShares
 from dormouse.gpuserver.store.memory.slabs import HostFull, Slabs, SlabSpan
 
 Ts = TypeVarTuple("Ts")
@@ -45,6 +46,8 @@ class StoreMemory:
         on_change: called when bytes have been taken or given back.
         press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
         maps: those that the slabs have already.
+        shares: what tenants may have; by default, all that there is.
+        displace: asked to end an instance that loads: whether room may come of it.
     """
 
     def __init__(
@@ -56,7 +59,11 @@ class StoreMemory:
         on_change: Callable[[], None],
         press: Callable[[int], bool],
         maps: Mapping[int, SharedMemory] = MappingProxyType({}),
+        shares: HostShares | None = None,
+        displace: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._shares = shares or HostShares(segments, lambda _: None, lambda _: slabs.budget_nbytes)
+        self._displace = displace
         self.slabs = slabs
         self.maps = dict(maps)  # by slab
         self.changed = Notifier()  # room, or what could become room
@@ -103,8 +110,49 @@ class StoreMemory:
     # --- room
 
     async def place(self, owner: object, nbytes: int) -> SlabSpan:
-        """A span of zeros, behind the owner's last one if possible. Raises HostFull."""
-        return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes)
+        """A span of zeros for what a file has, behind the owner's last one if possible: it goes before what is being
+        loaded. Raises HostFull.
+        """
+        return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes, self._displace)
+
+    async def announce(self, owner: object, instance: str, nbytes: int) -> SlabSpan:
+        """A span of zeros for bytes that are to :meth:`come`, behind the owner's last one if possible. Raises
+        HostFull.
+        """
+        if self._shares.announced(instance) + nbytes > self.slabs.budget_nbytes:  # address space is not free, either
+            raise HostFull(self._full(nbytes), nbytes)
+        counted = nbytes if self.slabs.pinnable else 0
+        await self._shared(instance, counted)
+        span = await self._placed(partial(self.slabs.place, owner, nbytes, owed=True), nbytes)
+        self._shares.came(span, instance, counted)
+        return span
+
+    async def come(self, span: SlabSpan, instance: str, nbytes: int) -> None:
+        """So many of its bytes will be there next. Raises HostFull."""
+        if counted := self.slabs.owes(span, nbytes):
+            await self._shared(instance, counted)
+            await self._placed(partial(self.slabs.come, span, nbytes), nbytes)
+            self._shares.came(span, instance, counted)
+
+    async def _shared(self, instance: str, nbytes: int) -> None:
+        """As soon as the instance's tenant may have so much: files that are being written make room. Raises
+        HostFull.
+        """
+        tenant, _, most = self._shares.held(instance)
+        if most >= self.slabs.budget_nbytes:
+            return
+        end_s = self._loop.time() + ROOM_S
+        while (lacking := self._shares.lacking(instance, nbytes)) > 0:
+            left_s = end_s - self._loop.time()
+            if left_s <= 0 or not (self._press(lacking) or self.hashing > 0):
+                _, held, _ = self._shares.held(instance)
+                text = (
+                    f"no host memory for {size(nbytes)}: models of tenant {tenant!r} have {size(held)} there that are "
+                    f"in no file, of {size(most)}; remove functions, or raise [tenants.{tenant}] host (and "
+                    "limits.disk, if the files have no room) in the node's configuration"
+                )
+                raise HostFull(text, lacking)
+            await self.changed.wait(left_s)
 
     async def place_all(self, owner: object, sizes: Iterable[int]) -> list[SlabSpan]:
         """Several spans and the end of this owner; nothing is taken if they do not all fit. Raises HostFull."""
@@ -120,8 +168,8 @@ class StoreMemory:
         if self.slabs.gone:
             self._changed()
 
-    async def _placed(self, attempt: Callable[[], T], nbytes: int) -> T:
-        """What ``attempt`` gives, as soon as it finds room."""
+    async def _placed(self, attempt: Callable[[], T], nbytes: int, displace: Callable[[], bool] = lambda: False) -> T:
+        """What ``attempt`` gives, as soon as it finds room. Where nothing else makes any, ``displace`` may."""
         if nbytes > self.slabs.budget_nbytes:
             raise HostFull(self._full(nbytes), nbytes)  # before others' segments are moved down for nothing
         end_s = self._loop.time() + ROOM_S
@@ -140,7 +188,9 @@ class StoreMemory:
                 left_s = end_s - self._loop.time()
                 if not self._segments.freed:
                     if not soon or left_s <= 0:
-                        raise HostFull(self._full(nbytes), lacking)
+                        if left_s <= -ROOM_S or not displace():
+                            raise HostFull(self._full(nbytes), lacking)
+                        left_s += ROOM_S
                     await self.changed.wait(left_s)
             elif not self._segments.freed:
                 await self.changed.wait(ROOM_S)
@@ -173,6 +223,7 @@ class StoreMemory:
         self.give_back(freed)
 
     def give_back(self, freed: list[SlabSpan]) -> None:
+        self._shares.freed(freed)
         for span in freed:
             if span.nbytes <= SCRUB_INLINE_NBYTES:
                 self.maps[span.slab].scrub(span.offset, span.nbytes)
