@@ -157,6 +157,7 @@ class Router(Actor):
             self.jobs,
             self._vault,
             gate.passes,
+            gate.admits,
             self._environments,
             self._changes,
         )

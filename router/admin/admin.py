@@ -6,6 +6,7 @@ request's path. adminsocket.py and adminhttp.py are the transports.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, assert_never
@@ -98,6 +99,7 @@ class Admin:
         jobs: Jobs,
         vault: Vault,
         passes: Passes,
+        admits: Callable[[Caller], bool],
         environments: Environments,
         changes: FileChanges,
     ) -> None:
@@ -108,7 +110,7 @@ class Admin:
         self._permits = Permits(self._requests, self._picture, audit, node.log)
         self.deploys = Deploys(node, self._permits, keeper, asks, logs, history, vault, environments)
         self.invoking = Invoking(node.epoch, self._permits, self._requests, self._picture, jobs)
-        self.logs = LogTails(self._permits, logs, self._picture, keys)
+        self.logs = LogTails(self._permits, logs, self._picture, admits)
 
     async def call(self, caller: Caller, act: Called) -> Any:
         """Do it; the answer is what JSON can say. Raises HttpError."""

@@ -1,11 +1,10 @@
 """What functions have printed, for who may read it, and what they print from then on."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from dormouse.core.keys import KeyFile
 from dormouse.core.names import NAME
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
@@ -21,10 +20,12 @@ AGAIN_S: Final = 2.0
 
 
 class LogTails:
-    """See the module."""
+    """``admits`` says whether a caller would be let in now, whatever it was let in with."""
 
-    def __init__(self, permits: Permits, logs: FunctionLogs, picture: RouterState, keys: KeyFile) -> None:
-        self._permits, self._logs, self._picture, self._keys = permits, logs, picture, keys
+    def __init__(
+        self, permits: Permits, logs: FunctionLogs, picture: RouterState, admits: Callable[[Caller], bool]
+    ) -> None:
+        self._permits, self._logs, self._picture, self._admits = permits, logs, picture, admits
 
     @contextmanager
     def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:
@@ -58,7 +59,7 @@ class LogTails:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(AGAIN_S):
                         piece = await news.get()
-                if caller.key and not self._keys.holds(caller.key):
+                if not self._admits(caller):
                     return
                 if not left and not tenancy.sees(caller, picture, act.name):
                     return

@@ -3,7 +3,8 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def load():
 def handle(weights, request):
     if request == "fail":
         raise ValueError("<b>as asked</b>")
+    print("asked", request, flush=True)
     return weights.sum().item()
 """
 
@@ -224,6 +226,16 @@ def test_keys_and_tenants() -> None:
         assert node.http("GET", "/admin/functions/none/errors", headers=mine).code == "unknown_function"
 
 
+@contextmanager
+def followed(node: TestNode, key: str) -> Iterator[Callable[[], bytes]]:
+    """What the function prints from now on, line by line; b"" at the end of it."""
+    with closing(node.connect(120.0)) as connection:
+        headers = {"Authorization": f"Bearer {key}"}
+        connection.request("GET", "/admin/functions/a/logs?follow=1&tail=0", headers=headers)
+        with connection.getresponse() as answer:
+            yield answer.readline
+
+
 def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
     """And who has none, from when there is one."""
     with running_node(GPU) as node:
@@ -248,12 +260,25 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
         _, _, ticket = node.admin.dashboard().partition("/#ticket=")
         answers = [node.http("POST", "/dashboard/session", headers={"x-dormouse-ticket": ticket}) for _ in range(2)]
         assert [(answer.status, answer.code) for answer in answers] == [(200, ""), (403, "ticket_used")]
-        with Stream(node, answers[0].body["key"]) as stream:
+        session = answers[0].body["key"]
+        holders = [session, *(node.admin.create_key(Wish(scopes=(each,)))["key"] for each in ("deploy", "admin"))]
+        with ExitStack() as stack:
+            followers = [stack.enter_context(followed(node, key)) for key in holders]
+            pieces = stack.enter_context(closing(node.admin.logs("a", 1, follow=True)))
+            next(pieces)  # it follows from now on
+            for number in range(4):  # the right is asked for again at each piece
+                asked = node.http("POST", "/functions/a/invoke", number, headers={"authorization": f"Bearer {session}"})
+                assert asked.status == 200
+                said = b"asked %d\n" % number
+                assert [said in iter(line, b"") for line in followers] == [True] * 3
+                assert any(said in piece for piece in pieces)
+        with Stream(node, session) as stream:
             assert stream.until("rights", "snapshot") == ["admin", "deploy", "invoke", "metrics"]
             assert node.admin.end_dashboards() == 1
             while stream.answer.readline():
                 pass
         lines = [json.loads(line) for line in (node.state / "logs" / "audit.log").read_text().splitlines()]
+        lines = [line for line in lines if line["act"] != "keys create"]
         found = [(line["act"], line["name"][:8], line["outcome"]) for line in lines[-4:]]
         assert found == [
             ("dashboard open", "", "ok"),

@@ -140,6 +140,7 @@ def test_who_stays_is_let_in_until_the_key_is_revoked(node: Node) -> None:
     assert node.gate.admits(without.caller)
     headers = node.key(scopes=("deploy",))
     assert not node.gate.admits(without.caller)
+    assert node.gate.admits(access.at_the_node(0, "root"))
     judged = node.ask("GET", "/admin/watch", headers)
     assert isinstance(judged, Entered)
     assert node.gate.admits(judged.caller)
