@@ -158,6 +158,8 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     body_ms: int = 10_000  # the same for its body, and a second more for each 64 KiB
     folder: str = "256GiB"  # of one function's files, with their weights
     folder_files: int = 20_000
+    tenant_folders: str = ""  # of one tenant's functions and their versions, on a node of many; default: half the disk
+    tenant_functions: int = 256  # of one tenant, on a node of many
     versions: int = 3  # earlier ones of each function that are kept, for `dormouse rollback`
     response: str = "16MiB"
     stream: str = "32MiB"

@@ -19,6 +19,7 @@ from dormouse.schemas.llm import ISOLATIONS
 
 _MAYBE_SIZES: Final = (
     "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk", "limits.quota",
+    "limits.tenant_folders",
     "environments.tenant_store",
 )  # fmt: skip
 _SIZES: Final = (
@@ -41,6 +42,7 @@ _NUMBERS: Final = {
     "sandbox.open_files": (32, inf, "at least 32"),
     "sandbox.cpus": (0, 4096, "a number from 0 (no limit)"),
     "limits.folder_files": (1, inf, "at least 1"),
+    "limits.tenant_functions": (1, inf, "at least 1"),
     "limits.versions": (0, 1000, "a number from 0 to 1000"),
     "limits.extra_instances": (0, inf, "at least 0"),
     "limits.extra_idle_ms": (1, inf, "at least 1"),

@@ -1,6 +1,7 @@
 """What a node file says of its tenants, checked: pure."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -52,6 +53,14 @@ def host_nbytes(config: NodeConfig, tenant: str) -> int:
 def quota_nbytes(config: NodeConfig, tenant: str) -> int:
     """The most that one of its models may grow by."""
     return parse_nbytes(config.limits.quota) if config.limits.quota else host_nbytes(config, tenant)
+
+
+def folder_nbytes(config: NodeConfig, _tenant: str) -> int:
+    """Of the folders of all of a tenant's functions, with versions that are kept."""
+    if config.limits.tenant_folders:
+        return parse_nbytes(config.limits.tenant_folders)
+    disk = os.statvfs(config.state_directory)
+    return disk.f_blocks * disk.f_frsize // 2
 
 
 def limited(tenants: Mapping[str, TenantSection]) -> frozenset[str]:

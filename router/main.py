@@ -84,7 +84,9 @@ class Router(Actor):
         self.scrapes = Scrapes(self, self._tell, self._kept)
         self.traces = Outbox(self, config.tracing)
         self.requests.export, self.requests.trace_share = self.traces.add, self.traces.share
-        self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
+        folder_nbytes, most_of = parse_nbytes(limits.folder), partial(tenants.folder_nbytes, config)
+        many = most_of if config.node.tenants == "many" else None
+        self._keeper = Keeper(Snapshots(self.state.functions, folder_nbytes, limits.folder_files, many))
         self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken, self.log)

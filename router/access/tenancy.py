@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import Any
 
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions.state import RouterState
+from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.schemas.messages import Failure, FunctionSpec
 
 
@@ -42,8 +42,10 @@ def _tenants(p: RouterState, name: str) -> set[str]:
     return {owner.spec.tenant for owner in (p.functions.get(name), p.deploy(name)) if owner is not None}
 
 
-def deploy_refusal(caller: Caller, p: RouterState, spec: FunctionSpec) -> Failure | None:
-    """Why this caller may not deploy that, in words that name no other tenant."""
+def deploy_refusal(caller: Caller, p: RouterState, spec: FunctionSpec, most: int = 1 << 30) -> Failure | None:
+    """Why this caller may not deploy that, in words that name no other tenant. ``most`` functions are a tenant's, where
+    there are several.
+    """
     if caller.tenant not in (None, spec.tenant):
         text = f"this key deploys for tenant {caller.tenant!r} only; leave the tenant out"
         return Failure(code="forbidden", status=403, text=text)
@@ -57,7 +59,20 @@ def deploy_refusal(caller: Caller, p: RouterState, spec: FunctionSpec) -> Failur
     if p.one_tenant and set(p.tenants()) - {spec.tenant}:
         text = "this node serves another tenant; deploy on another node, or ask whoever runs this one"
         return Failure(code="tenant_refused", status=403, text=text)
+    if not p.one_tenant and len(_names(p, spec.tenant) - {spec.name}) >= most:
+        text = (
+            f"tenant {spec.tenant!r} has {most:,} functions, which is the most that this node grants "
+            "(limits.tenant_functions); remove some"
+        )
+        return Failure(code="functions_full", status=507, text=text)
     return None
+
+
+def _names(p: RouterState, tenant: str) -> set[str]:
+    """Of all that it has, deployed or on its way."""
+    deploys = [change.spec for change in p.changes.values() if isinstance(change, OpenDeploy)]
+    specs = [*deploys, *(function.spec for function in p.functions.values())]
+    return {spec.name for spec in specs if spec.tenant == tenant}
 
 
 def part_of(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:

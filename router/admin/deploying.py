@@ -242,13 +242,14 @@ class Deploying:
         try:
             try:
                 async for piece in pieces:
-                    await self._keeper.keeping(file.write, piece)
+                    await self._keeper.keeping(self.upload.spool, file, piece)
                 await self._keeper.keeping(file.flush)
             except OSError as error:
                 raise disk_full() from error
             await self._keeper.keeping(archive.unpack, half, self.upload, 2 * snapshots.most_files)
         finally:
             half.unlink(missing_ok=True)
+            self.upload.spooled()
             with suppress(OSError):  # it still has what the disk did not take
                 file.close()
 

@@ -67,7 +67,7 @@ class Deploys:
             base = self._base(caller, act.settings.base)
             spec = self._spec(caller, act, base)
             below = ADAPTER if base is not None else ""
-            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below)
+            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below, spec.tenant)
             deploying = Deploying(
                 self._keeper,
                 self._asks,
@@ -134,7 +134,8 @@ class Deploys:
         if spec.network and not self._config.sandbox.network:
             text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
             raise refuse(403, "network_refused", text)
-        if (failure := tenancy.deploy_refusal(caller, self._picture, spec)) is not None:
+        most = self._config.limits.tenant_functions
+        if (failure := tenancy.deploy_refusal(caller, self._picture, spec, most)) is not None:
             raise HttpError(failure)
 
     # --- earlier versions

@@ -65,6 +65,11 @@ class History:
         """``(name, snapshot)`` of all."""
         return [(name, each.spec.snapshot) for name, versions in self._versions.items() for each in versions]
 
+    def tenants(self) -> list[tuple[str, str, str]]:
+        """``(name, snapshot, tenant)`` of all."""
+        versions = [(name, each.spec) for name, versions in self._versions.items() for each in versions]
+        return [(name, spec.snapshot, spec.tenant) for name, spec in versions]
+
     def deployed(self, spec: FunctionSpec, now_s: float) -> list[FunctionSpec]:
         """It is served from now on. Returns what is not kept any more."""
         before = [each for each in self.of(spec.name) if each.spec.snapshot != spec.snapshot]

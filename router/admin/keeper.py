@@ -42,6 +42,10 @@ class Keeper:
             trees = [self.snapshots.tree(spec.name, spec.snapshot) for spec in unused]
             self._threads.submit(self.snapshots.remove, trees)
 
+    def count(self, known: Iterable[tuple[str, str, str]]) -> None:
+        """Count what tenants have. ``known``: name, snapshot and tenant of each version."""
+        self._threads.submit(self.snapshots.count, list(known))
+
     def remove_strays(self, known: Iterable[tuple[str, str]]) -> None:
         """Remove the snapshots of no function of the catalogue. ``known``: name and snapshot of each function in it."""
         self._threads.submit(self.snapshots.remove, self.snapshots.strays(known))

@@ -21,18 +21,23 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from blake3 import blake3
 
 from dormouse.core.paths import BLOBS, VERSIONS
-from dormouse.core.quantities import size
+from dormouse.core.quantities import size, sizes
+from dormouse.router.admin.tenantfolders import BLOCK_NBYTES, TenantFolders
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas.admin import MAX_NAME_NBYTES
 
 BLOB_NBYTES: Final = 1 << 20
 """As for what the store takes by file identity: most of a model is in larger files, and they are what is shared."""
+
+MOST_DEPTH: Final = 100
+"""Folders that a file may lie in: far beyond any that people make. A file of a long name would make hundreds."""
 
 READ_NBYTES: Final = 4 << 20
 """Hashed while it is still in the processor's cache."""
@@ -59,25 +64,67 @@ Read = Callable[[int, int], bytes]
 
 
 class Snapshots:
-    """All of one node's. ``most_nbytes`` and ``most_files`` bound one function's folder."""
+    """All of one node's. ``most_nbytes`` and ``most_files`` bound one function's folder, ``most_of`` all folders of a
+    tenant, with versions that are kept.
+    """
 
-    def __init__(self, directory: Path, most_nbytes: int, most_files: int) -> None:
+    def __init__(
+        self, directory: Path, most_nbytes: int, most_files: int, most_of: Callable[[str], int] | None = None
+    ) -> None:
         self.directory = directory
         self.most_nbytes = most_nbytes
         self.most_files = most_files
         self._blobs = directory / BLOBS
+        self._books = threading.Lock()  # of these, which the loop has no time to wait for long
+        self._folders = TenantFolders(most_of)
         self._lock = threading.Lock()  # between finding that something is there, or not used, and acting on it
 
     def tree(self, name: str, snapshot: str) -> Path:
         return self.directory / name / snapshot
 
-    def begin(self, name: str, below: str = "") -> "Upload":
+    def begin(self, name: str, below: str = "", tenant: str = "") -> "Upload":
         """A new snapshot, which is nobody's until it is finished. Its files come ``below`` there. Raises HttpError."""
-        upload = Upload(self, name, secrets.token_hex(8), below)
+        upload = Upload(self, name, secrets.token_hex(8), below, tenant)
         with _as_refusals(), self._lock:
             self._blobs.mkdir(mode=0o700, exist_ok=True)
             _make_directory(upload.tree)
         return upload
+
+    def count(self, known: Iterable[tuple[str, str, str]]) -> None:
+        """What trees from before this process have, of ``(name, snapshot, tenant)``."""
+        for name, snapshot, tenant in known if self._folders.most is not None else ():
+            tree = self.tree(name, snapshot)
+            for here, folders, names in os.walk(tree):
+                self.put(tree, tenant, BLOCK_NBYTES * len(folders))
+                for each in names:
+                    with suppress(OSError):  # it has been removed since
+                        found = os.lstat(os.path.join(here, each))
+                        large = found.st_size >= BLOB_NBYTES
+                        nbytes = found.st_size if large else max(BLOCK_NBYTES, found.st_size)
+                        self.put(tree, tenant, nbytes, found.st_ino if large else None)
+            if not tree.is_dir():
+                self.drop(tree)
+
+    def put(self, tree: Path, tenant: str, nbytes: int, inode: int | None = None) -> tuple[int, int]:
+        """What the tenant has with these, and of it too much."""
+        with self._books:
+            over = self._folders.put(tree, tenant, nbytes, inode)
+            return self._folders.held[tenant], over
+
+    def drop(self, tree: Path) -> None:
+        with self._books:
+            self._folders.drop(tree)
+
+    def charge(self, tree: Path, tenant: str, nbytes: int, inode: int | None = None) -> None:
+        """Raises HttpError: the tenant has too much."""
+        has, over = self.put(tree, tenant, nbytes, inode)
+        if over:
+            had, may_have = sizes(has, has - over)
+            text = (
+                f"the folders of tenant {tenant!r} would have {had}, with versions that are kept, and may have "
+                f"{may_have} (limits.tenant_folders); remove functions, or deploy less"
+            )
+            raise refuse(507, "folders_full", text)
 
     def strays(self, known: Iterable[tuple[str, str]]) -> list[Path]:
         """All trees but those of ``(name, snapshot)``, and blobs that a crash left half written."""
@@ -93,6 +140,7 @@ class Snapshots:
                 path.unlink(missing_ok=True)
                 continue
             shutil.rmtree(path, ignore_errors=True)
+            self.drop(path)
             with self._lock, suppress(OSError):  # other versions are there
                 if not _folders(path.parent):
                     (path.parent / VERSIONS).unlink(missing_ok=True)
@@ -140,13 +188,16 @@ class Snapshots:
 class Upload:
     """One snapshot as it comes in, from one caller. Given up, nothing of it stays."""
 
-    def __init__(self, snapshots: Snapshots, name: str, snapshot: str, below: str) -> None:
+    def __init__(self, snapshots: Snapshots, name: str, snapshot: str, below: str, tenant: str) -> None:
         self.snapshot = snapshot
         self.tree = snapshots.tree(name, snapshot)
         self._place = self.tree / below
         self._snapshots = snapshots
+        self._tenant = tenant
+        self._folders: set[str] = set()
         self._files = 0
         self._nbytes = 0
+        self._spooled = 0  # bytes of an archive
         self._hashes: dict[str, str] = {}  # by name
 
     def take(self, names: list[str], fds: list[int]) -> None:
@@ -162,15 +213,20 @@ class Upload:
     def add(self, name: str, nbytes: int, executable: bool, read: Read, clone_of: int = -1) -> None:
         """One file of ``nbytes``. Raises HttpError."""
         path = self._place / checked_name(name)
+        folders = [*accumulate(name.split("/")[:-1], "{}/{}".format)]
+        made = len({*folders} - self._folders)
+        self._folders.update(folders)
         self._files += 1
         self._nbytes += nbytes
-        if self._files > self._snapshots.most_files:
-            raise _too_large(f"more than {self._snapshots.most_files:,} files (limits.folder_files)")
+        if self._files + len(self._folders) > self._snapshots.most_files:
+            raise _too_large(f"more than {self._snapshots.most_files:,} files and folders (limits.folder_files)")
         if self._nbytes > self._snapshots.most_nbytes:
             raise _too_large(f"more than {size(self._snapshots.most_nbytes)} (limits.folder)")
         self._snapshots.refuse_if_full(nbytes)
         with _as_refusals(name):
             _make_directory(path.parent)
+            small = 0 if nbytes >= BLOB_NBYTES else max(BLOCK_NBYTES, nbytes)
+            self._snapshots.charge(self.tree, self._tenant, BLOCK_NBYTES * made + small)
             if nbytes < BLOB_NBYTES:
                 self._hashes[name] = _write(path, name, nbytes, executable, read, -1)
                 return
@@ -178,9 +234,21 @@ class Upload:
             try:
                 self._hashes[name] = _write(half, name, nbytes, executable, read, clone_of)
                 self._snapshots.share(half, self._hashes[name], path)
+                self._snapshots.charge(self.tree, self._tenant, nbytes, path.stat().st_ino)
             except BaseException:
                 half.unlink(missing_ok=True)
                 raise
+
+    def spool(self, file: BinaryIO, piece: bytes) -> None:
+        """A piece of an archive, which counts as long as it is there. Raises OSError, HttpError."""
+        self._spooled += len(piece)
+        self._snapshots.charge(self.tree, self._tenant, len(piece))
+        file.write(piece)
+
+    def spooled(self) -> None:
+        """The archive is gone."""
+        self._snapshots.put(self.tree, self._tenant, -self._spooled)
+        self._spooled = 0
 
     @property
     def content(self) -> str:
@@ -205,6 +273,7 @@ class Upload:
                     place = self.tree / Path(here).relative_to(other)
                     folders[:] = [name for name in folders if place / name != self._place]
                     _make_directory(place)
+                    self._snapshots.charge(self.tree, self._tenant, BLOCK_NBYTES)
                     for name in names:
                         os.link(os.path.join(here, name), place / name, follow_symlinks=False)
             except FileNotFoundError:
@@ -236,6 +305,9 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name or len(name.encode()) > MAX_NAME_NBYTES:
         raise refuse(400, "bad_name", f"{name!r} cannot be a file's name below the function's folder")
+    if len(parts) > MOST_DEPTH:
+        text = f"{name[:100]!r}... lies in {len(parts) - 1} folders; at most {MOST_DEPTH - 1}"
+        raise refuse(400, "bad_name", text)
     return name
 
 

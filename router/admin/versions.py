@@ -31,6 +31,7 @@ class KeptVersions:
         self._history.restore(functions)
         self._remove_environments()
         self._keeper.remove_strays(self._history.snapshots())
+        self._keeper.count(self._history.tenants())
 
     def tenant_of(self, name: str) -> str | None:
         """Of the version that is served; None if there is none."""

@@ -215,6 +215,69 @@ def test_d1_more_than_a_folder_may_have(snapshots: Snapshots, upload: Upload, op
     assert left(snapshots) == [BLOBS]
 
 
+def test_d1_folders_count_and_are_not_too_deep(snapshots: Snapshots, upload: Upload, opened: Any) -> None:
+    """Each takes as much as a small file, and a name may have hundreds."""
+    upload.take(["a/b/c/f.py", "a/b/c/g.py", "a/b/h.py"], [opened()] * 3)
+    assert refusal(upload.take, ["d/e/f.py"], [opened()]) == (413, "folder_too_large")
+    deep = snapshots.begin("g")
+    snapshots.most_files = 200
+    deep.take([f"{'a/' * 99}f.py"], [opened()])
+    assert refusal(deep.take, [f"{'a/' * 100}f.py"], [opened()]) == (400, "bad_name")
+    for each in (upload, deep):
+        each.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
+def bounded(snapshots: Snapshots) -> Snapshots:
+    """Where a tenant may have two large files and half of another, and small ones."""
+    return Snapshots(snapshots.directory, 1 << 30, 99, lambda tenant: 5 * BLOB_NBYTES // 2)
+
+
+def test_d1_what_a_tenants_folders_have_together_is_bounded(snapshots: Snapshots, opened: Any) -> None:
+    all_ = bounded(snapshots)
+    first, again, more = (all_.begin(name, tenant="a") for name in "ffg")
+    other = all_.begin("h", tenant="b")
+    for each in (first, again):  # a version that changes little takes little
+        each.take(["f.py", "one"], [opened(name="small"), opened(BIG)])
+    more.take(["two"], [opened(BIG[::-1])])
+    assert refusal(more.take, ["three"], [opened(BIG + b"x")]) == (507, "folders_full")
+    other.take(["three"], [opened(BIG + b"x")])
+    more.give_up()
+    later = bounded(snapshots)  # another process
+    later.count([("f", first.snapshot, "a"), ("f", again.snapshot, "a"), ("h", other.snapshot, "b"), ("h", "0", "b")])
+    for of in (all_, later):
+        with pytest.raises(HttpError) as caught:
+            of.charge(Path("x"), "a", 3 * BLOB_NBYTES // 2 - 2 * 4096 + 1)
+        said = "tenant 'a' would have 2,621,441 bytes, with versions that are kept, and may have 2,621,440 bytes"
+        assert f"the folders of {said} (limits.tenant_folders)" in caught.value.failure.text
+        assert of.put(Path("x"), "a", -1) == (5 * BLOB_NBYTES // 2, 0)
+        of.drop(Path("x"))
+    later.remove([first.tree])
+    assert later.put(again.tree, "a", 0) == (BLOB_NBYTES + 4096, 0)
+    later.remove([again.tree])
+    assert later.put(other.tree, "a", 0) == (0, 0)
+
+
+def test_d1_an_archive_counts_as_it_comes(snapshots: Snapshots) -> None:
+    all_ = bounded(snapshots)
+    upload, none = all_.begin("f", tenant="a"), None
+    deploying = Deploying(Keeper(all_), none, none, upload, none, Settings())  # type: ignore[arg-type]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(6):
+            yield bytes(BLOB_NBYTES // 2)
+
+    assert refusal(lambda: asyncio.run(deploying.unpack(3 * BLOB_NBYTES, pieces()))) == (507, "folders_full")
+    assert all_.put(upload.tree, "a", 0) == (0, 0), "nothing of it is there"
+    small = tarred((member("f.py"), b"code"))
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield small
+
+    asyncio.run(deploying.unpack(len(small), whole()))
+    assert all_.put(upload.tree, "a", 0) == (4096, 0), "what came of it is"
+
+
 def test_a_disk_without_room(snapshots: Snapshots, upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = os.statvfs(snapshots.directory)
     nbytes = disk.f_bavail * disk.f_frsize + (1 << 30)

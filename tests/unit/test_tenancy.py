@@ -60,6 +60,21 @@ def test_what_a_key_may_deploy(rig: Rig, who: Caller, wanted: m.FunctionSpec, co
         assert "'b'" not in refusal.text
 
 
+def test_d1_a_tenant_has_so_many_functions_and_no_more(rig: Rig) -> None:
+    """With those on their way; a new version of one is none more."""
+    p = rig.policy.picture
+    rig.do(e.DeployAsked(9, spec("new", tenant="a")))
+    assert tenancy.deploy_refusal(caller(), p, spec("third", tenant="a"), 3) is None
+    assert tenancy.deploy_refusal(caller(), p, spec("mine", tenant="a"), 2) is None
+    assert tenancy.deploy_refusal(caller("b"), p, spec("third", tenant="b"), 2) is None
+    refusal = tenancy.deploy_refusal(caller(), p, spec("third", tenant="a"), 2)
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (507, "functions_full")
+    assert "tenant 'a' has 2 functions" in refusal.text
+    p.one_tenant = True
+    assert tenancy.deploy_refusal(caller("b"), p, spec("third", tenant="b"), 2).code == "tenant_refused"  # type: ignore[union-attr]
+
+
 def test_a_node_of_another_tenant_does_not_say_whose_it_is(rig: Rig) -> None:
     p = rig.policy.picture
     p.one_tenant = True
