@@ -3,7 +3,8 @@
 Small ones are plain bytes: connections bound how many there are. A larger one first gets room for all that was
 announced, in order of arrival, and is written into pages of its own as it arrives; until there is room its socket is
 not read. So none waits with half its bytes for another that does the same, and what is given back goes back to the
-system. Answers that clients have not read yet count too.
+system. Where there are several tenants, one has a part of the room at most, and who waits for that holds up nobody
+else. Answers that clients have not read yet count too.
 
 Nothing here knows of HTTP or looks at what the bytes are.
 """
@@ -11,7 +12,7 @@ Nothing here knows of HTTP or looks at what the bytes are.
 import asyncio
 import contextlib
 import mmap
-from collections import deque
+from collections import Counter, deque
 from typing import Final
 
 SMALL_NBYTES: Final = 64 << 10
@@ -34,10 +35,11 @@ class NoRoom(Exception):
 
 class Body:
     """One request's bytes: ``data`` once it is complete. Whoever has it closes it, once. ``kind`` and ``accept`` are
-    what Run says of it.
+    what Run says of it. ``owner``: the tenant that sends it; "": the node itself.
     """
 
-    def __init__(self, bodies: "Bodies") -> None:
+    def __init__(self, bodies: "Bodies", owner: str = "") -> None:
+        self._owner = owner
         self.data: bytes | memoryview = b""
         self.kind = self.accept = ""
         self.nbytes = 0
@@ -51,9 +53,9 @@ class Body:
     async def expect(self, expected_nbytes: int) -> None:
         """Have room for so many, if they need any. Raises NoRoom."""
         if self._pages is None and expected_nbytes > SMALL_NBYTES:
-            await self._bodies.take(expected_nbytes)
+            await self._bodies.take(expected_nbytes, self._owner)
             self._end = expected_nbytes
-            self._pages, self._spare_nbytes = self._bodies.pages(expected_nbytes)
+            self._pages, self._spare_nbytes = self._bodies.pages(expected_nbytes, self._owner)
             self._room_nbytes = max(expected_nbytes, self._spare_nbytes)
             for early in self._chunks:
                 self._pages.write(early)
@@ -84,7 +86,7 @@ class Body:
         else:
             self.data = memoryview(self._pages)[: self.nbytes]
             kept_nbytes = max(self.nbytes, self._spare_nbytes)
-            self._bodies.give(self._room_nbytes - kept_nbytes)
+            self._bodies.give(self._room_nbytes - kept_nbytes, self._owner)
             self._room_nbytes = kept_nbytes
         return self
 
@@ -93,20 +95,22 @@ class Body:
         if self._pages is not None:
             if isinstance(self.data, memoryview):
                 self.data.release()
-            self._bodies.give(room_nbytes)
+            self._bodies.give(room_nbytes, self._owner)
             self._bodies.keep(self._pages)
             self._pages = None
         self.data = b""
 
 
 class Bodies:
-    """The budget."""
+    """The budget, and what one owner may have of it."""
 
-    def __init__(self, budget_nbytes: int) -> None:
+    def __init__(self, budget_nbytes: int, part_nbytes: int | None = None) -> None:
         self.budget_nbytes = budget_nbytes
+        self.part_nbytes = budget_nbytes if part_nbytes is None else min(part_nbytes, budget_nbytes)
+        self._owned: Counter[str] = Counter()  # bytes by owner
         self.taken_nbytes = 0
         self.unread_nbytes = 0  # of answers; told once a second
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[int, str, asyncio.Future[None]]] = deque()
         self._spare: mmap.mmap | None = None  # pages of the last body that was closed
         self._forgetting: asyncio.TimerHandle | None = None
 
@@ -115,17 +119,26 @@ class Bodies:
         """How many bodies wait for room."""
         return len(self._waiting)
 
+    def _has_part(self, owner: str, nbytes: int) -> bool:
+        return not owner or self._owned[owner] + nbytes <= self.part_nbytes
+
+    def _take(self, owner: str, nbytes: int) -> None:
+        self.taken_nbytes += nbytes
+        self._owned[owner] += nbytes
+        if not self._owned[owner]:
+            del self._owned[owner]
+
     def _fits(self, nbytes: int) -> bool:
         return self.taken_nbytes + self.unread_nbytes + nbytes <= self.budget_nbytes
 
-    def pages(self, nbytes: int) -> tuple[mmap.mmap, int]:
+    def pages(self, nbytes: int, owner: str = "") -> tuple[mmap.mmap, int]:
         """For so many bytes, which have been taken: the spare ones, of which then all are taken, or new ones; and how
         many are spare ones.
         """
         spare, self._spare = self._spare, None
         if spare is not None and nbytes <= len(spare) <= 2 * nbytes and self._fits(len(spare) - nbytes):
             spare.seek(0)
-            self.taken_nbytes += len(spare) - nbytes
+            self._take(owner, len(spare) - nbytes)
             return spare, len(spare)
         pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without them: first writes take ten times as long
@@ -142,28 +155,28 @@ class Bodies:
     def _forget(self) -> None:
         self._spare = None
 
-    async def take(self, nbytes: int) -> None:
+    async def take(self, nbytes: int, owner: str = "") -> None:
         """Have room, after those who asked before. Raises NoRoom after ROOM_S."""
-        if not self._waiting and self._fits(nbytes):
-            self.taken_nbytes += nbytes
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((nbytes, turn))
+        self._waiting.append((nbytes, owner, turn))
+        self._admit()
+        if turn.done():
+            return
         try:
             await asyncio.wait_for(asyncio.shield(turn), ROOM_S)
         except BaseException as error:
             if turn.done():
-                self.give(nbytes)  # it came too late
+                self.give(nbytes, owner)  # it came too late
             else:
-                self._waiting.remove((nbytes, turn))
+                self._waiting.remove((nbytes, owner, turn))
                 self._admit()  # those behind may need less
             if isinstance(error, TimeoutError):
                 raise NoRoom from None
             raise
 
-    def give(self, nbytes: int) -> None:
+    def give(self, nbytes: int, owner: str = "") -> None:
         """Back. Less than none: of what came and nobody could keep waiting; who asks for room waits for it."""
-        self.taken_nbytes -= nbytes
+        self._take(owner, -nbytes)
         self._admit()
 
     def unread(self, nbytes: int) -> None:
@@ -172,7 +185,11 @@ class Bodies:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            nbytes, turn = self._waiting.popleft()
-            self.taken_nbytes += nbytes
-            turn.set_result(None)
+        for waiting in [each for each in self._waiting if self._has_part(each[1], each[0])]:
+            nbytes, owner, turn = waiting
+            if not self._fits(nbytes):
+                return
+            if self._has_part(owner, nbytes):  # still, after those before it
+                self._waiting.remove(waiting)
+                self._take(owner, nbytes)
+                turn.set_result(None)

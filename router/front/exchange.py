@@ -77,15 +77,15 @@ class Exchange:
         """All of a header that may be there more than once."""
         return (value for key, value in self.scope["headers"] if key == name)
 
-    async def receive_body(self, limit_nbytes: int, bodies: Bodies) -> Body:
+    async def receive_body(self, limit_nbytes: int, bodies: Bodies, owner: str = "") -> Body:
         """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
-        or has no room, and ClientLeft.
+        or has no room, and ClientLeft. ``owner``: the tenant that sends it.
         """
         announced = self.header(b"content-length")
         expected_nbytes = limit_nbytes if announced is None else int(announced)
         if expected_nbytes > limit_nbytes:
             raise too_large(limit_nbytes)
-        with receiving(bodies) as body:
+        with receiving(bodies, owner) as body:
             while pieces := await self.read():
                 for piece in pieces:
                     if body.nbytes + len(piece) > limit_nbytes:
@@ -166,15 +166,16 @@ def too_large(limit_nbytes: int, why: str = "limits.body") -> HttpError:
 
 
 @contextmanager
-def receiving(bodies: Bodies) -> Iterator[Body]:
+def receiving(bodies: Bodies, owner: str = "") -> Iterator[Body]:
     """A body that comes in; one that does not come whole is closed. Raises HttpError if there is no room for it."""
-    body = Body(bodies)
+    body = Body(bodies, owner)
     try:
         yield body
     except BaseException as error:
         body.close()
         if isinstance(error, NoRoom):
             most = size(bodies.budget_nbytes)
-            text = f"bodies of requests have taken all of their {most} (limits.bodies); send it again later"
+            whose = f", or those of tenant {owner!r} their part" if bodies.part_nbytes < bodies.budget_nbytes else ""
+            text = f"bodies of requests have taken all of their {most} (limits.bodies){whose}; send it again later"
             raise HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True) from None
         raise

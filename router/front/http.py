@@ -167,7 +167,7 @@ class Application:
         await self._node.requests.knows_catalogue()
         if entered.route.act is Act.INDEX:
             limit_nbytes, bodies = openinference.QUESTION_NBYTES, self._node.requests.bodies
-            body = await x.receive_body(limit_nbytes, bodies)
+            body = await x.receive_body(limit_nbytes, bodies, entered.caller.tenant or entered.caller.name)
             try:
                 said: Any = openinference.index(picture, entered.caller, bytes(body.data))
             finally:
@@ -189,7 +189,7 @@ class Application:
         kind, accept = ("", "") if name is None or infers else _types(x)
         if infers and name is not None:
             openinference.check(x, picture.functions[name].spec)
-        body = await x.receive_body(requests.body_nbytes, requests.bodies)
+        body = await x.receive_body(requests.body_nbytes, requests.bodies, caller.tenant or caller.name)
         body.kind, body.accept = kind, accept
         streams = False
         try:

@@ -90,7 +90,9 @@ class Requests:
         self.counts, self.tenants, self.drain = counts, limits_of_tenants, drain
         self.body_nbytes = parse_nbytes(limits.body)
         self.heartbeat_s = limits.heartbeat_ms / 1000
-        self.bodies = Bodies(parse_nbytes(limits.bodies))
+        bodies_nbytes = parse_nbytes(limits.bodies)  # of which a tenant has half at most, and one body in any case
+        part_nbytes = bodies_nbytes if picture.one_tenant else max(bodies_nbytes // 2, self.body_nbytes)
+        self.bodies = Bodies(bodies_nbytes, part_nbytes)
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
         self.export: Callable[[m.TracedRequest], None] | None = None  # is told what is over, of traces

@@ -77,6 +77,32 @@ def test_who_has_no_room_waits_in_order_of_arrival() -> None:
     run(work())
 
 
+def test_d1_who_announces_much_keeps_room_from_nobody_else() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(8 * MIB, 4 * MIB)
+        hog = [b.Body(bodies, "hog") for _ in range(6)]
+        begun = [asyncio.ensure_future(each.expect(MIB)) for each in hog]  # and sends nothing more
+        await asyncio.sleep(0)
+        assert (bodies.taken_nbytes, bodies.waiting) == (4 * MIB, 2)
+        others = [b.Body(bodies, owner) for owner in ("a", "b", "a")]
+        for each in others[:2]:
+            await each.expect(2 * MIB)
+        assert (bodies.taken_nbytes, bodies.waiting) == (8 * MIB, 2)
+        waiting = asyncio.ensure_future(others[2].expect(MIB))
+        await asyncio.sleep(0)
+        hog[0].close()  # the hog's next was before, and has its part again
+        await begun[4]
+        assert bodies.waiting == 2
+        hog[1].complete()
+        hog[2].complete()  # nothing came: all of it is given back
+        await asyncio.gather(*begun, waiting)
+        for each in (*hog, *others[1:]):
+            each.close()
+        assert (bodies.taken_nbytes, bodies._owned) == (2 * MIB, {"a": 2 * MIB})
+
+    run(work())
+
+
 def test_who_waits_too_long_is_told_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         bodies = b.Bodies(2 * MIB)
