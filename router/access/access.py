@@ -276,13 +276,13 @@ class Refusal(NamedTuple):
 
 
 def find(method: str, path: str) -> tuple[Route, str] | Refusal:
-    """The route and the function's name in it, if it has one."""
+    """The route and the function's name in it, if it has one. HEAD is GET whose answer's body is left out."""
     others = []
     for route in ROUTES:
         if (match := route.path.fullmatch(path)) is not None:
-            if route.method == method:
+            if route.method == ("GET" if method == "HEAD" else method):
                 return route, (match[1] or "") if route.path.groups else ""
-            others.append(route.method)
+            others += ["GET", "HEAD"] if route.method == "GET" else [route.method]
     if others:
         allowed = ", ".join(others)
         text = f"{path} takes {allowed}, not {method}"

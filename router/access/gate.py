@@ -64,6 +64,8 @@ class HttpGate:
             asked = self._rules.preflight(scope["path"], h)
             return _refused(asked, extra) if isinstance(asked, Refusal) else Turned(204, None, asked)
         found = access.find(scope["method"], scope["path"])
+        if scope["method"] == "OPTIONS":
+            return _options(scope["path"], found, extra)
         if isinstance(found, Refusal):
             return _refused(found, extra)
         route, name = found
@@ -114,6 +116,16 @@ class HttpGate:
         if self._behind_proxy and h.forwarded is not None:
             return f"{peer} for {h.forwarded[:100].decode('latin-1')}"
         return peer
+
+
+def _options(path: str, found: Any, extra: Pairs) -> Turned:
+    """What may be done at this path, and of the node as a whole: nothing of who may, or to which function."""
+    if path == "*":
+        return Turned(204, None, ((b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS"), *extra))
+    if isinstance(found, Refusal) and found.status == 405:
+        ((name, methods),) = found.headers
+        return Turned(204, None, ((name, methods + b", OPTIONS"), *extra))
+    return _refused(found, extra)
 
 
 def _refused(refusal: Refusal, extra: Pairs) -> Turned:

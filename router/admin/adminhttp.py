@@ -99,6 +99,8 @@ async def route(
 
 async def _watch(watch: Sampler, caller: Caller, x: Exchange) -> None:
     """Until its reader leaves, or the node ends."""
+    if x.scope["method"] == "HEAD":
+        return x.answer_empty(200, m.SSE.encode())
     watcher = watch.enter(caller, x.chunk_now)
     try:
         x.never_ends()
@@ -206,7 +208,7 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
     act = a.Logs(name=name, lines=int(lines), follow=follow, since_s=since_s)
     async with aclosing(admin.logs.pieces(caller, act)) as pieces:
         first = await anext(pieces)  # what is refused is refused before the answer begins
-        if not follow:
+        if not follow or x.scope["method"] == "HEAD":
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")
             return
         x.never_ends()

@@ -1,12 +1,15 @@
 """One HTTP connection: uvicorn's, and what it may take of this process.
 
     idle --first byte--> head --all of it--> body --all of it--> answered, idle again
+                                                \\--answered before that--> ending
 
 * A head has at most HEAD_NBYTES and HEADERS fields (431), and so do a chunked body's trailers and extensions.
 * A head comes within ``header_s`` of its first byte, a body within ``body_s`` and a second for each PACE_NBYTES of it
   (408). So must an answer be read, else the connection is cut. While we do not read, the client's clock stands still.
-* There are at most ``most`` connections; one too many takes the place of the one that is idle longest, or is refused.
+* There are places for so many connections, and who gives way to one more is decided in places.py.
 * One that has been idle for ``keep_alive_s`` is closed.
+* Who is answered while it still sends is listened to for a while: a close at once would be a reset, which takes the
+  answer with it (RFC 9112, 9.6). What it sends is thrown away, up to LINGER_NBYTES, LINGER_S and a silence of QUIET_S.
 
 The application is called with a Cycle (cycle.py) for each request, one after the other.
 
@@ -15,7 +18,6 @@ It does not know what is asked for; that is http.py.
 
 import asyncio
 import math
-import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,16 +25,27 @@ from typing import Any, Final
 
 import httptools
 
+from dormouse.router.front import heads
 from dormouse.router.front.cycle import Cycle
+from dormouse.router.front.heads import HEAD_NBYTES, HEADERS
+from dormouse.router.front.places import Places, peer_of
 from dormouse.router.front.receiver import ReceivingConnection
 from dormouse.schemas.messages import Failure
 
-HEAD_NBYTES: Final = 64 << 10
-HEADERS: Final = 128
-"""Browsers and proxies send some twenty; a field costs a hundred times its bytes here."""
-
 PACE_NBYTES: Final = 64 << 10
 """A second, at half a megabit per second: slower than any line that is worth sending a body over."""
+
+FEED_NBYTES: Final = 8 << 10
+"""To the parser at a time, so that what lies between two pieces of a body is measured, however much comes at once."""
+
+LINGER_NBYTES: Final = 256 << 20
+"""Sixteen bodies of the usual limit: clients that send all of a body before they read are heard out."""
+
+LINGER_HEAD_NBYTES: Final = 1 << 20
+"""Of a head that does not end."""
+
+LINGER_S: Final = 30.0
+QUIET_S: Final = 5.0
 
 SWEEP_S: Final = 1.0
 """How often the clocks are looked at: no timer per request."""
@@ -49,7 +62,7 @@ class Onward:
 class Bounds:
     """What a connection meets, and how an error is worded: ``render(failure)`` is a whole answer."""
 
-    most: int
+    places: "Places[HttpConnection]"
     header_s: float
     body_s: float
     keep_alive_s: float
@@ -65,6 +78,7 @@ class _Phase(Enum):
     IDLE = "idle"
     HEAD = "head"
     BODY = "body"
+    ENDING = "ending"
 
 
 class HttpConnection(ReceivingConnection):
@@ -78,44 +92,77 @@ class HttpConnection(ReceivingConnection):
         self._phase = _Phase.IDLE
         self._due_s = math.inf  # when the client must have sent what it is sending
         self._read_due_s = math.inf  # when it must have read its answer
-        self._idle_s = 0.0  # since when it has been idle
         self._brought = False  # whether the bytes at hand had any of a body, or ended a message
         self._overhead_nbytes = 0  # in a row that brought nothing
         self._came_nbytes = 0  # the same with the bytes at hand: no head among them can be longer
         self._refusal: Failure | None = None
+        self._asks_upgrade = False  # the head at hand: its request begins when it is read again, as ``_again``
+        self._again = b""
+        self._left_nbytes = 0  # of what may still be thrown away, until then
+        self._end_s = math.inf
         self._current: Cycle | None = None  # the one that is being answered, or was last
 
     # --- of the transport
 
+    def arrives(self, transport: asyncio.Transport) -> bool:
+        """It is accepted: whether there is a place for it."""
+        leaves = self._bounds.places.come(self, peer_of(transport.get_extra_info("peername")), self.loop.time())
+        if leaves is not None and leaves is not self:
+            leaves.give_way()
+        return leaves is not self
+
+    def give_way(self) -> None:
+        """To another: not a close, which would wait for a TLS client's farewell."""
+        (self.below or self.transport).abort()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle_s = self.loop.time()
-        self._due_s = self._idle_s + self._bounds.header_s
-        if len(self.connections) > self._bounds.most and not self.displace():
-            self._refuse(too_many_connections(self._bounds.most))
+        self._due_s = self.loop.time() + self._bounds.header_s
+        if self.below is None and not self.arrives(transport):
+            self._refuse(heads.too_many_connections(self._bounds.places.most))
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._phase is _Phase.ENDING:
+            self._throw_away(len(data))
             return
+        for start in range(0, len(data), FEED_NBYTES):
+            if self.closes:
+                return
+            self._take(data if len(data) <= FEED_NBYTES else data[start : start + FEED_NBYTES])
+
+    def _take(self, data: bytes) -> None:
         if self._phase is _Phase.IDLE:
-            self._phase, self._due_s = _Phase.HEAD, self.loop.time() + self._bounds.header_s
+            now_s = self.loop.time()
+            self._phase, self._due_s = _Phase.HEAD, now_s + self._bounds.header_s
             self._overhead_nbytes = 0
+            if not self._answering and not self._unread_nbytes():
+                self._bounds.places.owes(self, now_s)
         self._brought = False
         self._came_nbytes = self._overhead_nbytes + len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # answered as if it had not been asked for; what follows is not HTTP
-            return
+            self._feed(data)
         except httptools.HttpParserError:
-            self._refuse(self._refusal or bad_http())
+            self._refuse(self._refusal or heads.bad_http())
             return
         self._overhead_nbytes = 0 if self._brought else self._came_nbytes
         if self._overhead_nbytes > HEAD_NBYTES:
-            self._refuse(head_too_large())
+            self._refuse(heads.head_too_large(), LINGER_HEAD_NBYTES)
+
+    def _feed(self, data: bytes) -> None:
+        """The parser stops at a head that asks for another protocol: it reads that again, without the question."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self.new_parser()
+                data = self._again + data[upgrade.args[0] :]
+            else:
+                return
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.discard(self)
+        if self.below is None:
+            self._bounds.places.gone(self)
         self.pipeline.clear()
         self._leave()
         self.flow.resume_writing()
@@ -133,31 +180,38 @@ class HttpConnection(ReceivingConnection):
     def on_message_begin(self) -> None:
         self.url, self.headers, self.expect_100_continue = b"", [], False
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value.strip(b" \t"))
+
     def on_headers_complete(self) -> None:
         if len(self.headers) > HEADERS or self._came_nbytes > HEAD_NBYTES < self._head_nbytes():
-            self._refusal = head_too_large()
+            self._refusal = heads.head_too_large()
             raise _Refused
-        url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii")
-        scope = {
-            "method": self.parser.get_method().decode("ascii"),
-            "path": urllib.parse.unquote(path) if "%" in path else path,
-            "query_string": url.query or b"",
-            "headers": self.headers,
-            "client": self.client,
-        }
-        modern = self.parser.get_http_version() not in ("0.9", "1.0")
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        scope = heads.scope_of(method, self.url, version, self.headers)
+        if isinstance(scope, Failure):
+            self._refusal = scope
+            raise _Refused
+        self._asks_upgrade = self.parser.should_upgrade()
+        if self._asks_upgrade:
+            self._again = heads.again(method, self.url, version, self.headers)
+            return
+        scope["client"] = self.client
+        modern = version == "1.1"
         keep_alive = modern and self.parser.should_keep_alive()
         if self._bounds.onward.give is not None and self.below is not None:  # of TLS nothing can go over
             keep_alive = False
-        before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, self.expect_100_continue, modern)
+        awaited = modern and self.expect_100_continue
+        before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, awaited, modern)
+        now_s = self.loop.time()
+        self._bounds.places.asks(self, now_s)
         if before is None or before.response_complete:
             self._begin(self.cycle)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))  # type: ignore[arg-type]
         self.headers = []  # a trailer is no header of the request
-        self._phase, self._due_s = _Phase.BODY, self.loop.time() + self._bounds.body_s
+        self._phase, self._due_s = _Phase.BODY, now_s + self._bounds.body_s
 
     def _begin(self, cycle: Cycle) -> None:
         self._current = cycle
@@ -179,32 +233,61 @@ class HttpConnection(ReceivingConnection):
         self._brought = True
 
     def on_message_complete(self) -> None:
+        if self._asks_upgrade:
+            return  # it comes again
         self._brought = True
-        self._phase, self._due_s, self._idle_s = _Phase.IDLE, math.inf, self.loop.time()
+        now_s = self.loop.time()
+        self._phase, self._due_s = _Phase.IDLE, math.inf
         if self.cycle.response_complete:
-            self._due_s = self._idle_s + self._bounds.keep_alive_s
+            self._due_s = now_s + self._bounds.keep_alive_s
+            self._rests(now_s)
         else:
             self.cycle.came(b"", last=True)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._phase is _Phase.ENDING:
             return
         self.flow.resume_reading()
+        now_s = self.loop.time()
         if self.pipeline:
             cycle, _ = self.pipeline.pop()
             self._begin(cycle)  # type: ignore[arg-type]
         elif self._phase is _Phase.IDLE:
-            self._due_s = self.loop.time() + self._bounds.keep_alive_s
+            self._due_s = now_s + self._bounds.keep_alive_s
+            self._rests(now_s)
             if self._bounds.onward.give is not None:
                 self.loop.call_soon(self.go_over)  # when its answer is on its way
+        else:
+            self._bounds.places.owes(self, now_s)  # the rest of a head, or of a body that nobody waits for
+
+    def _rests(self, now_s: float) -> None:
+        """It may give way, once all that it was told is on its way."""
+        if not self._unread_nbytes():
+            self._bounds.places.rests(self, now_s)
+
+    # --- keys
+
+    def shows_key(self) -> None:
+        """Its client has one."""
+        self._bounds.places.keyed(self, self.loop.time())
+
+    @property
+    def crowded(self) -> bool:
+        """Whether those whose client has shown none are too many."""
+        return self._bounds.places.crowded
 
     # --- a successor
 
     @property
     def closes(self) -> bool:
+        """Whether nothing that its client says counts any more."""
+        return self.transport.is_closing() or self._phase is _Phase.ENDING
+
+    @property
+    def is_over(self) -> bool:
         """Whether all is said, and perhaps a TLS client's farewell to come."""
-        return self.transport.is_closing() and not self._unread_nbytes()
+        return self.closes and not self._unread_nbytes()
 
     @property
     def stays(self) -> bool:
@@ -213,7 +296,9 @@ class HttpConnection(ReceivingConnection):
 
     def adopted(self) -> None:
         """It was another router's, and is idle."""
-        self._due_s = self.loop.time() + self._bounds.keep_alive_s
+        now_s = self.loop.time()
+        self._due_s = now_s + self._bounds.keep_alive_s
+        self._bounds.places.rests(self, now_s)
 
     def is_left(self) -> None:
         """A successor takes over. Of TLS nothing can go there: what its client has asked for last is answered, and it
@@ -259,51 +344,51 @@ class HttpConnection(ReceivingConnection):
         if self.flow.read_paused or (self._phase is _Phase.HEAD and self._answering):
             self._due_s += SWEEP_S
         elif now_s >= self._due_s and not self.transport.is_closing():
-            if self._phase is _Phase.IDLE:
+            if self._phase in (_Phase.IDLE, _Phase.ENDING):
                 self.transport.close()
             else:
-                self._refuse(too_slow(self._phase.value))
+                self._refuse(heads.too_slow(self._phase.value))
+        elif self._phase is _Phase.IDLE and not self._answering and self._bounds.places.is_busy(self):
+            self._rests(now_s)
         return unread_nbytes
 
     def _unread_nbytes(self) -> int:
         below_nbytes = 0 if self.below is None else self.below.get_write_buffer_size()
         return int(self.transport.get_write_buffer_size()) + below_nbytes
 
-    def displace(self) -> bool:
-        """Make room for this one; False if all others are in use."""
-        idle = [
-            each
-            for each in self.connections
-            if isinstance(each, HttpConnection) and each.cycle is not None and not each._answering
-            if each._phase is _Phase.IDLE and not each.transport.is_closing() and not each._unread_nbytes()
-        ]
-        if idle:  # not close: that would wait for a TLS client's farewell
-            min(idle, key=lambda each: each._idle_s).transport.abort()
-        return bool(idle)
-
-    def _refuse(self, failure: Failure) -> None:
+    def _refuse(self, failure: Failure, linger_nbytes: int = LINGER_NBYTES) -> None:
         """Answer, if this is what the next answer is for, and close."""
         own = self._phase is _Phase.BODY and not self.pipeline and not self.cycle.response_started
         if not self._answering or own:
             self.transport.write(self._bounds.render(failure))
-        self.transport.close()
+        self._linger(linger_nbytes)
         self._leave()
 
+    def finish(self) -> None:
+        """All is said, and nothing more will be."""
+        if self._phase is _Phase.IDLE and not self.pipeline and not self.flow.read_paused:
+            self.transport.close()
+        else:
+            self._linger(LINGER_NBYTES)
 
-def head_too_large() -> Failure:
-    text = f"the request's header may have {HEAD_NBYTES} bytes and {HEADERS} fields; send what is large in the body"
-    return Failure(code="header_too_large", status=431, text=text)
+    def _linger(self, nbytes: int) -> None:
+        """Close, once the client has had time to hear what was said last."""
+        if self.transport.is_closing():
+            return
+        now_s = self.loop.time()
+        self._phase, self._left_nbytes = _Phase.ENDING, nbytes
+        self._end_s, self._due_s = now_s + LINGER_S, now_s + QUIET_S
+        self.pipeline.clear()
+        if (oldest := self._bounds.places.ends(self, now_s)) is not None:
+            oldest.give_way()
+        if self.below is None:
+            self.transport.set_protocol(self)  # not what receives a body
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
-
-def too_slow(what: str) -> Failure:
-    text = f"the request's {what} did not come in time; send it without pauses"
-    return Failure(code="request_timeout", status=408, text=text)
-
-
-def bad_http() -> Failure:
-    return Failure(code="bad_http", status=400, text="this is not HTTP/1.1; send one well-formed request at a time")
-
-
-def too_many_connections(most: int) -> Failure:
-    text = f"{most} connections are open already (limits.connections); close some, or come back later"
-    return Failure(code="too_many_connections", status=503, text=text, retryable=True)
+    def _throw_away(self, nbytes: int) -> None:
+        self._left_nbytes -= nbytes
+        self._due_s = min(self._end_s, self.loop.time() + QUIET_S)
+        if self._left_nbytes < 0:
+            self.transport.abort()

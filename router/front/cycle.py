@@ -59,6 +59,15 @@ class Cycle:
 
     # --- the request
 
+    def shows_key(self) -> None:
+        """Its client has one."""
+        self._connection.shows_key()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections whose clients have shown no key are too many."""
+        return self._connection.crowded
+
     def came(self, piece: bytes, last: bool = False) -> None:
         """``piece``: of its body, as it was read; ``last``: there is no more."""
         if piece:
@@ -202,5 +211,5 @@ class Cycle:
     def _complete(self) -> None:
         self.response_complete = True
         if not self.keep_alive:
-            self._connection.transport.close()
+            self._connection.finish()
         self._connection.on_response_complete()

@@ -59,11 +59,17 @@ class Exchange:
         self.chunk_now = cycle.chunk_now
         self.end = cycle.end
         self.cut = cycle.cut
+        self.shows_key = cycle.shows_key
         self._cycle = cycle
 
     def never_ends(self) -> None:
         """The answer goes on until one of the two leaves: a node that ends does not wait for it."""
         self._cycle.endless = True
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections whose clients have shown no key are too many."""
+        return self._cycle.crowded
 
     @property
     def begun(self) -> bool:
@@ -104,8 +110,8 @@ class Exchange:
         """:meth:`chunk` and :meth:`end` or :meth:`cut` follow."""
         self._cycle.begin(status, self._headers(kind, headers))
 
-    def answer_empty(self, status: int) -> None:
-        self._cycle.answer_empty(status, self._headers(b"text/plain", ()))
+    def answer_empty(self, status: int, kind: bytes = b"text/plain") -> None:
+        self._cycle.answer_empty(status, self._headers(kind, ()))
 
     def _headers(self, kind: bytes, more: Headers) -> Headers:
         return ((b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *more)

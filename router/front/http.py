@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+from dormouse.core.config import NodeConfig
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered, HttpGate, Turned
@@ -28,6 +29,7 @@ from dormouse.router.front.exchange import (
     refused,
     too_large,
 )
+from dormouse.router.front.heads import too_many_connections
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
 
@@ -50,6 +52,7 @@ class Node(Protocol):
     """What is asked of the router."""
 
     epoch: int
+    config: NodeConfig
     log: Any
     policy: RequestPolicy
     requests: Requests
@@ -119,10 +122,12 @@ class Application:
                 raise HttpError(entered.failure, entered.status != 429)
             x.answer_empty(entered.status)
             return
+        if entered.caller.key:
+            x.shows_key()
+        elif x.crowded and self._gate.keys.wanted:
+            raise HttpError(too_many_connections(self._node.config.limits.connections), close=True)
         match entered.route.act:
-            case Act.INVOKE:
-                await self._invoke(x, entered.name, entered.caller)
-            case Act.INFER:
+            case Act.INVOKE | Act.INFER:
                 await self._invoke(x, entered.name, entered.caller)
             case Act.INFERENCE | Act.INDEX:
                 await self._inference(x, entered)

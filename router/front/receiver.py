@@ -74,6 +74,23 @@ class ReceivingConnection(HttpToolsProtocol):
 
     def received_all(self) -> None:
         """The body has ended, of which the parser has not heard: it would wait for the rest."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn makes one
+        self.new_parser()
         self.on_message_complete()
+
+    def new_parser(self) -> None:
+        """As uvicorn makes one."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def finish(self) -> None:
+        """All is said, and nothing more will be."""
+        raise NotImplementedError
+
+    def shows_key(self) -> None:
+        """Its client has one."""
+        raise NotImplementedError
+
+    @property
+    def crowded(self) -> bool:
+        """Whether connections whose clients have shown no key are too many."""
+        raise NotImplementedError

@@ -20,6 +20,7 @@ from dormouse.core.listening import HandedSockets
 from dormouse.router.front.connection import SWEEP_S, Bounds, HttpConnection, Onward
 from dormouse.router.front.exchange import raw_error
 from dormouse.router.front.http import Application
+from dormouse.router.front.places import ENDING, Places
 from dormouse.router.front.tls import Certificate, TlsSocket
 
 KEEP_ALIVE_S: Final = 30
@@ -56,7 +57,7 @@ class HttpServer(uvicorn.Server):
         settings, limits = node.config.node, node.config.limits
         self._onward = Onward()
         self._bounds = Bounds(
-            most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
+            places=Places(max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
             keep_alive_s=KEEP_ALIVE_S,
@@ -83,7 +84,6 @@ class HttpServer(uvicorn.Server):
         )
         self._unread = unread
         self._certificate = Certificate(settings, node.log) if settings.tls_cert else None
-        self._tls_sockets: set[TlsSocket] = set()
         self._swept_s = 0.0
         self._heir: HandedSockets | None = None  # while connections go over
         self._tcp = listening.inherited()
@@ -123,7 +123,7 @@ class HttpServer(uvicorn.Server):
             connection.is_left()
         if self._certificate is not None:
             await asyncio.sleep(TLS_IDLE_S)  # who sends now is answered, and told to come back on another connection
-        while found := [each for each in self._connections() if not (each.stays or each.closes)]:
+        while found := [each for each in self._connections() if not (each.stays or each.is_over)]:
             for connection in found:
                 connection.go_over()
             await asyncio.sleep(LEAVE_LOOK_S)  # of what a client has not read yet there is no event
@@ -151,7 +151,7 @@ class HttpServer(uvicorn.Server):
             made = self._plain()
             if self._certificate is None:
                 return made
-            return TlsSocket(made, self._bounds, self._certificate.context, self._tls_sockets)
+            return TlsSocket(made, self._bounds, self._certificate.context)
 
         self.servers = [
             await loop.create_server(accepted, sock=sock, backlog=self.config.backlog) for sock in sockets or ()

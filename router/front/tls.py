@@ -1,8 +1,8 @@
 """TLS of the front door: the certificate as its files have it now, and what one socket may take before it speaks HTTP.
 
 A socket counts from its acceptance until it is closed, whether its handshake ends or not, and has ``header_s`` for the
-handshake and again for the farewell. One too many takes the place of the connection that is idle longest, or is closed
-without a word: nothing can be said before the handshake. What comes after that is connection.py.
+handshake and again for the farewell. One that has no place (places.py) is closed without a word: nothing can be said
+before the handshake. What comes after that is connection.py.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def _stamp(path: str) -> object:
 
 
 class TlsSocket(SSLProtocol):
-    """One accepted socket: counted among ``open_sockets`` and, once its handshake is done, ``connection``'s transport.
+    """One accepted socket: it has ``connection``'s place and is, once its handshake is done, its transport.
 
     asyncio's, which makes one itself when a server has a context; but only that of the server's start.
     """
@@ -69,7 +69,6 @@ class TlsSocket(SSLProtocol):
         connection: HttpConnection,
         bounds: Bounds,
         context: ssl.SSLContext,
-        open_sockets: "set[TlsSocket]",
     ) -> None:
         rest: Any = {  # which typeshed has narrower than they are
             "waiter": None,
@@ -77,16 +76,15 @@ class TlsSocket(SSLProtocol):
             "ssl_shutdown_timeout": bounds.header_s,
         }
         super().__init__(asyncio.get_running_loop(), connection, context, server_side=True, **rest)
-        self._connection, self._bounds, self._open = connection, bounds, open_sockets
+        self._connection, self._bounds = connection, bounds
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._connection.below = cast(asyncio.Transport, transport)
-        self._open.add(self)
-        if len(self._open) > self._bounds.most and not self._connection.displace():
+        if not self._connection.arrives(self._connection.below):
             self._connection.below.abort()
             return
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._open.discard(self)
+        self._bounds.places.gone(self._connection)
         super().connection_lost(exc)

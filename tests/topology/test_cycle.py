@@ -12,14 +12,21 @@ import uvloop
 from uvicorn.server import ServerState
 
 from dormouse.router.front.bodies import SMALL_NBYTES, Bodies
-from dormouse.router.front.connection import Bounds, HttpConnection, Onward
+from dormouse.router.front.connection import LINGER_NBYTES, LINGER_S, QUIET_S, Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import UNREAD_NBYTES, ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, raw_error
+from dormouse.router.front.places import Places
 from dormouse.router.front.receiver import BodyReceiver
 
 WAIT_S = 90.0
 KEEP_ALIVE_S = 30.0
-BOUNDS = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=KEEP_ALIVE_S, onward=Onward(), render=raw_error)
+
+
+def bounds(most: int = 10) -> Bounds:
+    times = {"header_s": 10.0, "body_s": 10.0, "keep_alive_s": KEEP_ALIVE_S}
+    return Bounds(places=Places(most), **times, onward=Onward(), render=raw_error)
+
+
 POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
 
 
@@ -67,9 +74,9 @@ async def served(app: Callable[[Cycle], Awaitable[None]], directory: Path) -> As
     given: Any = app
     config = uvicorn.Config(given, http=kind, ws="none", interface="asgi3", log_config=None, proxy_headers=False)
     path = directory / "http"
-    server = Server(path)
+    server, bound = Server(path), bounds()
     listener = await asyncio.get_running_loop().create_unix_server(
-        lambda: Watched(BOUNDS, config=config, server_state=server.state, app_state={}), str(path)
+        lambda: Watched(bound, config=config, server_state=server.state, app_state={}), str(path)
     )
     try:
         yield server
@@ -406,3 +413,142 @@ def test_who_gives_up_on_a_large_body_can_still_answer(
             writer.close()
 
     run(work, runner)
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+ASKING = (
+    b"POST /a HTTP/1.1\r\nhost: x\r\n%bcontent-length: 4\r\n\r\nbody" % UPGRADE,
+    b"POST /a HTTP/1.1\r\nhost: x\r\n%btransfer-encoding: chunked\r\n\r\n1\r\nb\r\n3\r\nody\r\n0\r\n\r\n" % UPGRADE,
+    b"POST /a HTTP/1.1\r\nhost: x\r\nupgrade: a\r\nupgrade: b\r\nconnection: close, upgrade\r\n"
+    b"content-length: 4\r\n\r\nbody",
+)
+
+
+@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_another_protocol_that_is_asked_for_is_not_taken_and_nothing_is_lost(
+    tmp_path: Path, asking: bytes, step: int
+) -> None:
+    """The request is answered, and what comes after it is the next request: never what was its body."""
+
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            closes = b"close, upgrade" in asking
+            sent = asking + (b"" if closes else asking + post(b"a", b"GET /b HTTP/1.1\r\n\r\n"))
+            for start in range(0, len(sent), step):
+                writer.write(sent[start : start + step])
+                if step < 10_000:
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            assert (await answered(reader))[1] == b"body"
+            if not closes:
+                assert (await answered(reader))[1] == b"body"
+                assert (await answered(reader))[1] == b"GET /b HTTP/1.1\r\n\r\n"
+                writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+
+    run(work)
+
+
+async def refuses(cycle: Cycle) -> None:
+    """Before it has read any of the body."""
+    cycle.keep_alive = False
+    await cycle.answer(413, (), b"too large")
+
+
+@LOOPS
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("framing", [b"content-length: %d" % (16 << 20), b"transfer-encoding: chunked"])
+def test_who_is_refused_while_it_sends_hears_the_answer(
+    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None], version: bytes, framing: bytes
+) -> None:
+    """A close at once would be a reset, which takes the answer with it."""
+
+    async def work() -> None:
+        async with served(refuses, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(b"POST /a HTTP/%b\r\nhost: x\r\n%b\r\n\r\n" % (version, framing))
+            for _ in range(16):
+                writer.write(b"%x\r\n" % (1 << 20) + b"x" * ((1 << 20) - 9) + b"\r\n")
+                await writer.drain()
+            assert (await answered(reader))[1] == b"too large"
+            assert await reader.read() == b""
+            lost = asyncio.Event()
+            for connection in server.state.connections:
+                assert isinstance(connection, Watched)
+                connection.on_lost = lost.set
+            writer.close()
+            if server.state.connections:
+                await lost.wait()
+
+    run(work, runner)
+
+
+def test_who_is_refused_is_listened_to_for_a_while_only(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with served(refuses, tmp_path) as server:
+            for how in ("silent", "slow", "much"):
+                reader, writer = await server.connect()
+                writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
+                await answered(reader)
+                lost, connection = asyncio.Event(), server.only
+                connection.on_lost = lost.set
+                now_s = asyncio.get_running_loop().time()
+                connection.sweep(now_s + QUIET_S / 2)
+                assert not connection.transport.is_closing()
+                match how:
+                    case "silent":
+                        connection.sweep(now_s + QUIET_S + 1.0)
+                    case "slow":
+                        for number in range(int(LINGER_S) + 2):
+                            connection.loop.time = lambda at_s=now_s + number: at_s  # type: ignore[method-assign,misc]
+                            if not connection.transport.is_closing():
+                                connection.data_received(b"x")
+                            connection.sweep(now_s + number)
+                        del connection.loop.time
+                    case _:
+                        for _ in range(LINGER_NBYTES // (64 << 20) + 1):
+                            connection.data_received(bytes(64 << 20))
+                await lost.wait()
+                writer.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("nbytes", [100 << 10, 1 << 20])
+def test_what_lies_between_chunks_is_bounded_however_it_comes(tmp_path: Path, nbytes: int) -> None:
+    """With the head before it and the body behind it in one piece."""
+
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            head = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + b"4;a=" + b"x" * nbytes + b"\r\nbody\r\n0\r\n\r\n")
+            assert (await answered(reader))[0].startswith(b"HTTP/1.1 431 ")
+            writer.close()
+            reader, writer = await server.connect()
+            chunks = b"4;signature=" + b"f" * 64 + b"\r\nbody\r\n"
+            writer.write(head + chunks * 5000 + b"0\r\n\r\n")
+            assert (await answered(reader))[1] == b"body" * 5000
+            writer.close()
+
+    run(work)
+
+
+def test_half_heads_give_way_to_one_more(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            slow = [await server.connect() for _ in range(10)]
+            for _, writer in slow:
+                writer.write(b"POST /a HTTP/1.1\r\nx: ")
+            for number in range(10):
+                reader, writer = await server.connect()
+                writer.write(post(b"a", b"%d" % number))
+                assert (await answered(reader))[1] == b"%d" % number
+                slow.append((reader, writer))
+            for _, writer in slow:
+                writer.close()
+
+    run(work)

@@ -4,6 +4,7 @@ Each attack is written byte by byte; beside it a healthy client is answered.
 """
 
 import contextlib
+import http.client
 import json
 import select
 import socket
@@ -231,6 +232,98 @@ def test_d9_who_does_not_read_its_answers_is_cut_off(world: World) -> None:
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             send(sock)
     assert world.invoke("echo", b"1") == (200, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "mbytes", "told"),
+    [
+        ("/functions/echo/invoke", {}, 20, (413, "body_too_large")),
+        ("/functions/none/invoke", {}, 12, (404, "unknown_function")),
+        ("/nowhere", {}, 12, (404, "unknown_route")),
+        ("/healthz", {}, 12, (405, "method_not_allowed")),
+        ("/functions/echo/invoke", {"Host": "evil.example"}, 12, (421, "unknown_host")),
+        ("/functions/echo/invoke", {"Content-Type": "text/plain"}, 12, (415, "content_type")),
+        ("/functions/echo/invoke", {"Transfer-Encoding": "gzip, chunked"}, 12, (400, "bad_http")),
+        ("/admin/functions?name=f", {}, 12, (401, "unauthorized")),
+        ("/v2/models/none/infer", {}, 12, (404, "unknown_function")),
+        ("/v1/completions", {}, 20, (413, "body_too_large")),
+    ],
+)
+def test_who_is_refused_while_it_sends_a_body_hears_why(
+    world: World, path: str, headers: dict[str, str], mbytes: int, told: tuple[int, str]
+) -> None:
+    """A client that reads nothing before it has sent all of it."""
+    for version in (10, 11):
+        connection = http.client.HTTPConnection("127.0.0.1", world.port, timeout=WAIT_S)
+        connection._http_vsn, connection._http_vsn_str = version, f"HTTP/1.{version - 10}"  # type: ignore[attr-defined]
+        connection.request(
+            "POST", path, bytes(mbytes << 20), {"Host": "localhost", "Content-Type": "application/json"} | headers
+        )
+        with connection.getresponse() as response:
+            said = json.loads(response.read())["error"]
+        said = said if isinstance(said, dict) else {"code": said.split(":")[0]}
+        assert (response.status, said["code"]) == told
+        connection.close()
+
+
+def test_who_finds_no_place_hears_why(world: World) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(CONNECTIONS):
+            stack.enter_context(connect(world)).sendall(invoke(b"Content-Length: 1\r\n", b"1", b"hang"))
+        deadline_s = time.monotonic() + WAIT_S
+        while world.row("hang")["queued"] < CONNECTIONS - 1:
+            assert time.monotonic() < deadline_s, world.row("hang")
+        for _ in range(5):
+            refused = http.client.HTTPConnection("127.0.0.1", world.port, timeout=WAIT_S)
+            refused.request("POST", "/functions/echo/invoke", bytes(300_000))
+            with refused.getresponse() as response:
+                assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "too_many_connections")
+            refused.close()
+    while world.row("hang")["queued"] > 0:
+        assert time.monotonic() < deadline_s, world.row("hang")
+
+
+def test_another_name_in_the_target_counts_and_not_the_host(world: World) -> None:
+    for target, status in ((b"http://evil.example", b"421"), (b"http://localhost:%d" % world.port, b"200")):
+        with connect(world) as sock:
+            request = b"POST %s/functions/echo/invoke HTTP/1.1\r\nHost: localhost\r\n" % target
+            sock.sendall(request + b"Content-Type: application/json\r\nContent-Length: 1\r\nConnection: close\r\n\r\n7")
+            assert received(sock).startswith(b"HTTP/1.1 %s " % status)
+
+
+def test_head_is_get_without_a_body(world: World) -> None:
+    paths = (
+        "/healthz",
+        "/readyz",
+        "/v2",
+        "/v2/health/ready",
+        "/v2/health/live",
+        "/v1/models",
+        "/v1/models/none",
+        "/docs",
+    )
+    for path in (
+        *paths,
+        "/openapi.json",
+        "/metrics",
+        "/",
+        "/jobs/none",
+        "/nowhere",
+        "/admin/status",
+        "/v2/models/none",
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", world.port, timeout=WAIT_S)
+        said = []
+        for method in ("GET", "HEAD"):
+            connection.request(method, path, headers={"X-Request-Id": "1"})
+            with connection.getresponse() as response:
+                body = response.read()
+            changing = ("/metrics", "/openapi.json")
+            names = {name for name, _ in response.getheaders() if path not in changing or name != "content-length"}
+            said.append((response.status, names, {response.getheader("content-type")}))
+            assert (body == b"") == (method == "HEAD"), path
+        assert said[0] == said[1], path
+        connection.close()
 
 
 def taken_nbytes(pid: int) -> int:

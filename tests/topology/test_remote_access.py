@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import pwd
-import select
 import shutil
 import socket
 import ssl
@@ -178,23 +177,53 @@ def closed(sock: socket.socket) -> bool:
     return True
 
 
-def test_who_does_not_finish_the_handshake_counts_and_is_closed(node: RemoteNode) -> None:
+def test_who_does_not_finish_the_handshake_shuts_nobody_out_and_is_closed(node: RemoteNode) -> None:
     with contextlib.ExitStack() as stack:
 
         def silent() -> socket.socket:
             return stack.enter_context(socket.create_connection(("127.0.0.1", node.port), 60))
 
-        idle = stack.enter_context(contextlib.closing(node.connect()))  # has been answered, and may send more
-        idle.request("GET", "/healthz")
-        with idle.getresponse() as response:
-            response.read()
-        begun = [silent() for _ in range(CONNECTIONS)]  # the last one in the idle one's place
-        assert closed(idle.sock)
-        assert closed(silent())  # one too many, long before their time is out
-        assert select.select(begun, [], [], 0)[0] == []
+        begun = [silent() for _ in range(2 * CONNECTIONS)]
+        key = node.key()
+        assert [node.call("ours", key) for _ in range(10)] == [OK] * 10
         for sock in begun:  # uvicorn alone would wait for 60 s
             assert closed(sock)
     assert node.call("ours", node.key()) == OK
+
+
+@pytest.mark.parametrize("tries", range(3))
+def test_who_is_refused_while_it_sends_a_body_hears_why(node: RemoteNode, tries: int) -> None:
+    for headers, told in (({}, 401), ({"Authorization": f"Bearer {node.key(scopes=('metrics',))}"}, 403)):
+        with contextlib.closing(node.connect()) as connection:
+            connection.request("POST", "/functions/ours/invoke", bytes(12 << 20), headers)
+            with connection.getresponse() as response:
+                assert (response.status, b"request_id" in response.read()) == (told, True)
+
+
+def test_another_protocol_that_is_asked_for_is_not_taken_and_the_body_is_whole(node: RemoteNode) -> None:
+    asks = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+    body = b'{"x": 1}'
+    heads = b"POST /functions/ours/invoke HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n%b" % (
+        node.key().encode(),
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n" % len(body),
+    )
+    answer = node.raw(heads + asks + b"\r\n" + body + heads + b"Connection: close\r\n\r\n" + body)
+    assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b'{"x":1}') == 2
+
+
+def test_answers_that_nobody_reads_leave_a_place_for_a_key(node: RemoteNode) -> None:
+    """Without a key, what there is to have is held as long as it lasts; and somebody comes who has one."""
+    with contextlib.ExitStack() as stack:
+        context = ssl.create_default_context(cafile=str(CERTIFICATE / "cert.pem"))
+        for _ in range(CONNECTIONS):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", node.port))
+            with contextlib.suppress(OSError):
+                secret = stack.enter_context(context.wrap_socket(sock, server_hostname="localhost"))
+                secret.sendall(b"GET /dashboard/functions.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        key = node.key()
+        assert [node.call("ours", key) for _ in range(10)] == [OK] * 10
 
 
 def test_a_new_certificate_is_served_and_a_broken_one_is_not(node: RemoteNode) -> None:

@@ -402,7 +402,34 @@ def test_a_browsers_question_before_a_request(tmp_path: Path) -> None:
         judged = node.ask("OPTIONS", path, {"access-control-request-method": asked, "origin": origin})
         assert isinstance(judged, Turned)
         assert judged.status == 403
-    assert node.code("OPTIONS", INVOKE[1]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (INVOKE[1], b"POST, OPTIONS"),
+        ("/healthz", b"GET, HEAD, OPTIONS"),
+        ("/admin/functions", b"GET, HEAD, POST, OPTIONS"),
+        ("/jobs/1", b"GET, HEAD, DELETE, OPTIONS"),
+        ("*", b"GET, HEAD, POST, PUT, DELETE, OPTIONS"),
+    ],
+)
+def test_what_may_be_done_at_a_path_is_said_to_anybody(tmp_path: Path, path: str, allowed: bytes) -> None:
+    node = Node(tmp_path)
+    node.key()
+    judged = node.ask("OPTIONS", path, {})
+    assert isinstance(judged, Turned)
+    assert (judged.status, judged.failure, dict(judged.headers)) == (204, None, {b"allow": allowed})
+    assert node.code("OPTIONS", "/nowhere") == (404, "unknown_route")
+    assert node.code("OPTIONS", path, host="evil.example") == (421, "unknown_host")
+
+
+def test_head_is_let_in_where_get_is_and_nowhere_else(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for path in ("/healthz", "/readyz", "/v2/health/ready", "/v1/models", "/docs", "/", "/jobs", "/metrics"):
+        assert node.code("HEAD", path) == node.code("GET", path) == (200, ""), path
+    assert node.code("HEAD", "/admin/status") == node.code("GET", "/admin/status") == (401, "unauthorized")
+    assert node.code("HEAD", INVOKE[1]) == (405, "method_not_allowed")
 
 
 def test_without_cors_no_answer_is_for_pages(node: Node) -> None:
@@ -425,7 +452,7 @@ def test_what_is_not_there(node: Node) -> None:
     assert (judged.status, judged.headers) == (405, ((b"allow", b"POST"),))
     judged = node.ask("PUT", "/admin/functions")
     assert isinstance(judged, Turned)
-    assert (judged.status, judged.headers) == (405, ((b"allow", b"GET, POST"),))
+    assert (judged.status, judged.headers) == (405, ((b"allow", b"GET, HEAD, POST"),))
 
 
 @pytest.mark.parametrize("name", ["origin", "authorization", "content-type", "sec-fetch-site"])

@@ -1,0 +1,141 @@
+"""Who may be connected, and who gives way to one more. Pure: connections are named, and never looked at.
+
+    heads --a whole head--> busy --answered, and all of it read--> idle --the next head begins--> heads or busy
+
+* Of ``most`` places, none is ever given to more. A newcomer takes that of a connection that owes the rest of a head, or
+  of a body that nobody waits for, and has for HEAD_S; else of one that is idle; else the oldest that owes something.
+  Who has shown a key gives way last. Who is being answered never does; then the newcomer is refused.
+* One peer may have a quarter of all places for what it owes; beyond, its own oldest gives way.
+* Once there are keys, those without one may be answered in seven of eight places: one is kept.
+* Answered connections that are listened to so that their client hears the answer have ENDING places of their own.
+"""
+
+import ipaddress
+from typing import Final, Generic, TypeVar
+
+HEAD_S: Final = 1.0
+"""A head takes a packet or two: who has not sent one for so long is slow, or waits for something."""
+
+ENDING: Final = 64
+"""What such clients send is thrown away, so nobody misses the oldest of too many."""
+
+C = TypeVar("C")
+
+
+class Places(Generic[C]):
+    """See the module. A connection is in one of the dictionaries, each in the order in which they came there."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._heads: dict[C, float] = {}
+        self._idle: dict[C, float] = {}
+        self._busy: dict[C, float] = {}
+        self._idle_keyed: dict[C, float] = {}
+        self._busy_keyed: dict[C, float] = {}
+        self._ending: dict[C, float] = {}
+        self._where: dict[C, dict[C, float]] = {}  # of which _ending is none
+        self._peers: dict[C, str] = {}
+        self._heads_of: dict[str, dict[C, None]] = {}  # by peer
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def come(self, newcomer: C, peer: str, now_s: float) -> C | None:
+        """Who has to leave: nobody, another, or the newcomer."""
+        self._peers[newcomer] = peer
+        own = self._heads_of.get(peer, {})
+        leaves = None
+        if len(own) >= max(1, self.most // 4) and now_s - self._heads[oldest := next(iter(own))] >= HEAD_S:
+            leaves = oldest
+        elif len(self._where) >= self.most:
+            leaves = self._gives_way(now_s)
+            if leaves is None:
+                self.gone(newcomer)
+                return newcomer
+        if leaves is not None:
+            self.gone(leaves)
+        self._move(newcomer, self._heads, now_s)
+        return leaves
+
+    def _gives_way(self, now_s: float) -> C | None:
+        oldest = next(iter(self._heads), None)
+        slow = oldest is not None and now_s - self._heads[oldest] >= HEAD_S
+        for among in (self._heads if slow else {}, self._idle, self._idle_keyed, self._heads):
+            if among:
+                return next(iter(among))
+        return None
+
+    def owes(self, connection: C, now_s: float) -> None:
+        """It has begun a head, or been answered before its body was whole."""
+        if not self._is_keyed(connection):
+            self._move(connection, self._heads, now_s)
+        else:
+            self._move(connection, self._busy_keyed, now_s)
+
+    def asks(self, connection: C, now_s: float) -> None:
+        """Its head is whole."""
+        self._move(connection, self._busy_keyed if self._is_keyed(connection) else self._busy, now_s)
+
+    def keyed(self, connection: C, now_s: float) -> None:
+        """It has shown a key."""
+        self._move(connection, self._busy_keyed, now_s)
+
+    def rests(self, connection: C, now_s: float) -> None:
+        """Nothing is said or expected."""
+        self._move(connection, self._idle_keyed if self._is_keyed(connection) else self._idle, now_s)
+
+    def is_busy(self, connection: C) -> bool:
+        where = self._where.get(connection)
+        return where is self._busy or where is self._busy_keyed
+
+    @property
+    def crowded(self) -> bool:
+        """Whether those without a key are answered in all places that they may have."""
+        return len(self._busy) > self.most - self.most // 8
+
+    def ends(self, connection: C, now_s: float) -> C | None:
+        """It has heard all that it will. Returns who has to leave instead, if anybody."""
+        self.gone(connection)
+        self._ending[connection] = now_s
+        if len(self._ending) <= ENDING:
+            return None
+        oldest = next(iter(self._ending))
+        del self._ending[oldest]
+        return oldest
+
+    def gone(self, connection: C) -> None:
+        """Any number of times."""
+        self._move(connection, None, 0.0)
+        self._peers.pop(connection, None)
+        self._ending.pop(connection, None)
+
+    def _is_keyed(self, connection: C) -> bool:
+        where = self._where.get(connection)
+        return where is self._idle_keyed or where is self._busy_keyed
+
+    def _move(self, connection: C, to: dict[C, float] | None, now_s: float) -> None:
+        before = self._where.pop(connection, None)
+        if before is not None:
+            del before[connection]
+        peer = self._peers.get(connection)
+        if before is self._heads and peer is not None:
+            own = self._heads_of[peer]
+            del own[connection]
+            if not own:
+                del self._heads_of[peer]
+        if to is None or peer is None:
+            return
+        to[connection], self._where[connection] = now_s, to
+        if to is self._heads:
+            self._heads_of.setdefault(peer, {})[connection] = None
+
+
+def peer_of(address: object) -> str:
+    """Of a socket's address, what one host has to itself: of IPv6, its network of 64 bits; "" of a Unix socket."""
+    if not isinstance(address, tuple):
+        return ""
+    host = str(address[0]).partition("%")[0]
+    if ":" not in host:
+        return host
+    mapped = ipaddress.IPv6Address(host).ipv4_mapped
+    return str(mapped) if mapped is not None else str(ipaddress.IPv6Network((host, 64), strict=False))

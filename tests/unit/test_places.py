@@ -1,0 +1,114 @@
+"""Who may be connected, and who gives way: the rules of places.py, one by one, and none of them ever broken."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dormouse.router.front.places import ENDING, HEAD_S, Places, peer_of
+
+
+def full(most: int = 8) -> Places[str]:
+    """Eight connections of as many peers, none of which has sent a whole head."""
+    places: Places[str] = Places(most)
+    for number in range(most):
+        assert places.come(f"c{number}", f"peer{number}", float(number)) is None
+    return places
+
+
+def test_half_heads_shut_nobody_out() -> None:
+    places = full()
+    assert [places.come(f"n{number}", "p", 100.0) for number in range(2)] == ["c0", "c1"]
+    assert len(places) == 8
+
+
+def test_heads_that_have_just_begun_give_way_after_those_that_are_idle() -> None:
+    places = full()
+    places.asks("c7", 7.1)
+    places.rests("c7", 7.2)
+    places.owes("c0", 7.3)  # begins another
+    for number in range(1, 7):
+        places.asks(f"c{number}", 7.3)
+    assert places.come("a", "p", 7.4) == "c7"
+    assert places.come("b", "q", 7.5) == "c0", "nobody else is left who is not answered"
+    places.asks("a", 7.6)
+    places.asks("b", 7.6)
+    assert places.come("c", "r", 7.7) == "c", "all others are answered"
+    assert len(places) == 8
+
+
+def test_who_has_shown_a_key_gives_way_last() -> None:
+    places = full()
+    for number in range(8):
+        places.asks(f"c{number}", 8.0)
+    places.keyed("c0", 8.1)
+    places.rests("c0", 8.2)
+    places.rests("c1", 8.3)
+    assert places.come("a", "p", 8.4) == "c1"
+    places.owes("c0", 8.5)  # its next head, however long that takes
+    places.asks("a", 8.6)
+    assert places.come("b", "p", 100.0) == "b"
+    places.rests("c0", 101.0)
+    assert places.come("b", "p", 102.0) == "c0"
+
+
+def test_a_place_is_kept_for_keys() -> None:
+    places = full()
+    for number in range(7):
+        places.asks(f"c{number}", 8.0)
+    assert not places.crowded
+    places.asks("c7", 8.0)
+    assert places.crowded
+    places.keyed("c7", 8.0)
+    assert not places.crowded
+
+
+def test_one_peer_has_a_quarter_of_the_places_for_half_heads() -> None:
+    places: Places[str] = Places(8)
+    for number in range(3):  # as long as they are new, more
+        assert places.come(f"c{number}", "p", 0.1 * number) is None
+    assert places.come("d", "p", HEAD_S) == "c0"
+    assert places.come("other", "q", HEAD_S) is None
+
+
+def test_answers_that_are_awaited_have_their_own_places() -> None:
+    places = full()
+    for number in range(8):
+        assert places.ends(f"c{number}", 8.0) is None
+    assert len(places) == 0
+    for number in range(ENDING - 8):
+        assert places.ends(f"e{number}", 9.0) is None
+    assert places.ends("last", 9.0) == "c0"
+    places.gone("c1")
+    assert places.ends("later", 9.0) is None
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["come", "asks", "keyed", "rests", "owes", "ends", "gone"]), st.integers(0, 9))
+)
+
+
+@given(EVENTS)
+def test_there_are_never_more_than_there_are_places(events: list[tuple[str, int]]) -> None:
+    places: Places[int] = Places(3)
+    known: set[int] = set()
+    for now_s, (what, who) in enumerate(events):
+        if what == "come" and who not in known:
+            leaves = places.come(who, f"peer{who % 2}", now_s / 2)
+            known.add(who)
+            known.discard(leaves if leaves is not None else -1)
+        elif what == "ends" and who in known:
+            assert places.ends(who, now_s / 2) is None
+            places.gone(who)
+            known.discard(who)
+        elif what == "gone":
+            places.gone(who)
+            known.discard(who)
+        elif who in known and what != "come":
+            getattr(places, what)(who, now_s / 2)
+        assert len(places) == len(known) <= 3
+
+
+def test_what_one_host_has_to_itself() -> None:
+    assert peer_of(("10.0.0.1", 5)) == peer_of(("::ffff:10.0.0.1", 6, 0, 0)) == "10.0.0.1"
+    assert peer_of(("2001:db8::1", 5, 0, 0)) == peer_of(("2001:db8::ffff:1", 5, 0, 0)) == "2001:db8::/64"
+    assert peer_of(("fe80::1%eth0", 5, 0, 3)) == "fe80::/64"
+    assert peer_of("") == peer_of(None) == ""
