@@ -28,7 +28,7 @@ import httptools
 from dormouse.router.front import heads
 from dormouse.router.front.cycle import Cycle
 from dormouse.router.front.heads import HEAD_NBYTES, HEADERS
-from dormouse.router.front.places import Places, peer_of
+from dormouse.router.front.places import ConnectionPlaces, peer_of
 from dormouse.router.front.receiver import ReceivingConnection
 from dormouse.schemas.messages import Failure
 
@@ -62,7 +62,7 @@ class Onward:
 class Bounds:
     """What a connection meets, and how an error is worded: ``render(failure)`` is a whole answer."""
 
-    places: "Places[HttpConnection]"
+    places: "ConnectionPlaces[HttpConnection]"
     header_s: float
     body_s: float
     keep_alive_s: float

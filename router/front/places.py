@@ -22,7 +22,7 @@ ENDING: Final = 64
 C = TypeVar("C")
 
 
-class Places(Generic[C]):
+class ConnectionPlaces(Generic[C]):
     """See the module. A connection is in one of the dictionaries, each in the order in which they came there."""
 
     def __init__(self, most: int) -> None:

@@ -20,7 +20,7 @@ from dormouse.core.listening import HandedSockets
 from dormouse.router.front.connection import SWEEP_S, Bounds, HttpConnection, Onward
 from dormouse.router.front.exchange import raw_error
 from dormouse.router.front.http import Application
-from dormouse.router.front.places import ENDING, Places
+from dormouse.router.front.places import ENDING, ConnectionPlaces
 from dormouse.router.front.tls import Certificate, TlsSocket
 
 KEEP_ALIVE_S: Final = 30
@@ -57,7 +57,7 @@ class HttpServer(uvicorn.Server):
         settings, limits = node.config.node, node.config.limits
         self._onward = Onward()
         self._bounds = Bounds(
-            places=Places(max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))),
+            places=ConnectionPlaces(max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
             keep_alive_s=KEEP_ALIVE_S,

@@ -15,7 +15,7 @@ from dormouse.router.front.bodies import SMALL_NBYTES, Bodies
 from dormouse.router.front.connection import LINGER_NBYTES, LINGER_S, QUIET_S, Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import UNREAD_NBYTES, ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, raw_error
-from dormouse.router.front.places import Places
+from dormouse.router.front.places import ConnectionPlaces
 from dormouse.router.front.receiver import BodyReceiver
 
 WAIT_S = 90.0
@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 30.0
 
 def bounds(most: int = 10) -> Bounds:
     times = {"header_s": 10.0, "body_s": 10.0, "keep_alive_s": KEEP_ALIVE_S}
-    return Bounds(places=Places(most), **times, onward=Onward(), render=raw_error)
+    return Bounds(places=ConnectionPlaces(most), **times, onward=Onward(), render=raw_error)
 
 
 POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.router.front.places import ENDING, HEAD_S, Places, peer_of
+from dormouse.router.front.places import ENDING, HEAD_S, ConnectionPlaces, peer_of
 
 
-def full(most: int = 8) -> Places[str]:
+def full(most: int = 8) -> ConnectionPlaces[str]:
     """Eight connections of as many peers, none of which has sent a whole head."""
-    places: Places[str] = Places(most)
+    places: ConnectionPlaces[str] = ConnectionPlaces(most)
     for number in range(most):
         assert places.come(f"c{number}", f"peer{number}", float(number)) is None
     return places
@@ -62,7 +62,7 @@ def test_a_place_is_kept_for_keys() -> None:
 
 
 def test_one_peer_has_a_quarter_of_the_places_for_half_heads() -> None:
-    places: Places[str] = Places(8)
+    places: ConnectionPlaces[str] = ConnectionPlaces(8)
     for number in range(3):  # as long as they are new, more
         assert places.come(f"c{number}", "p", 0.1 * number) is None
     assert places.come("d", "p", HEAD_S) == "c0"
@@ -88,7 +88,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_there_are_never_more_than_there_are_places(events: list[tuple[str, int]]) -> None:
-    places: Places[int] = Places(3)
+    places: ConnectionPlaces[int] = ConnectionPlaces(3)
     known: set[int] = set()
     for now_s, (what, who) in enumerate(events):
         if what == "come" and who not in known:
