@@ -168,7 +168,9 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     host: str = ""  # host memory for models; default: half of the machine's
     quota: str = ""  # most that a deploy may ask as its quota; default: what its tenant may have of host memory
     disk: str = ""  # files for models in the state directory, "0" for none; default: all but a tenth of the disk
-    loads: int = 2  # instances that load at the same time
+    loads: int = 2  # instances that replace others and load at the same time, and as many of new versions and extras
+    load_timeout_ms: int = 3_600_000  # the most that a deploy may set, and that any load() lasts
+    timeout_ms: int = 3_600_000  # the most that a deploy may set for requests
     extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
     extra_idle_ms: int = 30_000  # after which one of these ends
     heartbeat_ms: int = 10_000  # after which a client that waits for an event stream hears a comment, and again

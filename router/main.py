@@ -71,6 +71,8 @@ class Router(Actor):
             one_tenant=config.node.tenants == "one",
             extra_instances=limits.extra_instances,
             extra_idle_s=limits.extra_idle_ms / 1000,
+            longest_s=limits.timeout_ms / 1000,
+            longest_load_s=limits.load_timeout_ms / 1000,
             shares=dict(tenants.shares(config.tenants)),
         )
         self.policy = RequestPolicy(picture)

@@ -33,8 +33,16 @@ class Rig:
         known: bool = True,
         gpus: int = 1,
         extra_instances: int = 16,
+        one_tenant: bool = True,
     ) -> None:
-        picture = RouterState(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_s=EXTRA_IDLE_MS / 1000)
+        picture = RouterState(
+            loads,
+            max_queue,
+            "i",
+            one_tenant=one_tenant,
+            extra_instances=extra_instances,
+            extra_idle_s=EXTRA_IDLE_MS / 1000,
+        )
         self.policy = RequestPolicy(picture)
         self.now_s = 100.0
         self.do(e.ForkingChanged(True, gpus=gpus))

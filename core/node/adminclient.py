@@ -40,7 +40,11 @@ class AdminClient:
         self._path = str(run / "admin")
 
     def functions(self) -> list[dict[str, Any]]:
-        return self._asked(a.Functions(), dict[str, list[dict[str, Any]]])["functions"]
+        return self.listed()["functions"]
+
+    def listed(self) -> dict[str, list[dict[str, Any]]]:
+        """The functions, and what loads."""
+        return self._asked(a.Functions(), dict[str, list[dict[str, Any]]])
 
     def status(self) -> dict[str, Any]:
         return self._asked(a.Status(), dict[str, Any])

@@ -14,6 +14,7 @@ import click
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.node.cli_streams import show_stream
+from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_answer, show_json, table
 from dormouse.core.terminal import own
@@ -35,11 +36,13 @@ FUNCTION_COLUMNS: Final = [
 @pass_context
 def ls(context: CommandContext, json_: bool) -> None:
     """List the functions."""
-    rows = context.client.functions()
+    listed = context.client.listed()
+    rows, loads = listed["functions"], listed.get("loads", [])
     if json_:
         show_json(rows)
-    elif rows:
+    elif rows or loads:
         table([_listed(row) for row in rows], FUNCTION_COLUMNS)
+        table([load_row(row) for row in loads], LOADS)
     else:
         click.echo("no function is deployed; begin with:  dormouse deploy NAME FILE.py", err=True)
 

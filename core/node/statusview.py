@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import click
 
+from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.output import table
 from dormouse.core.problems import problems, standing, strangers
 from dormouse.core.quantities import duration, size
@@ -61,8 +62,10 @@ def screen(value: dict[str, Any], height: int) -> None:
     table([screen_gpu_row(number, gpu) for number, gpu in value["gpus"].items()], SCREEN_GPU)
     if said := jobs_line(value["functions"]):
         click.echo(said)
+    loads = value.get("loads", [])
+    table([load_row(row) for row in loads], LOADS)
     functions = sorted(value["functions"].items(), key=lambda item: standing(item[1]))
-    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6 - bool(said))
+    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6 - bool(said) - len(loads))
     table([overview_row(name, row) for name, row in functions[:left]], OVERVIEW)
     if len(functions) > left:
         click.echo(f"and {len(functions) - left} functions more: dormouse status --all")
@@ -120,6 +123,7 @@ def one(value: dict[str, Any], name: str) -> None:
     if said := jobs_line(only["functions"]):
         click.echo(said)
     function_tables(only)
+    table([load_row(row) for row in value.get("loads", []) if row["function"] == name], LOADS)
     table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)
 
 
@@ -135,6 +139,7 @@ def show(value: dict[str, Any]) -> None:
     if said := jobs_line(value["functions"]):
         click.echo(said)
     function_tables(value)
+    table([load_row(row) for row in value.get("loads", [])], LOADS)
     limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
     table([tenant_row(name, row) for name, row in limited.items()], TENANT)
     waits = value.get("waits", NO_WAITS)

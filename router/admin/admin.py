@@ -130,7 +130,11 @@ class Admin:
             case a.Functions():
                 await self._permits.may_informed(caller, act)
                 rows = self._rows()
-                return {"functions": [row for row in rows if caller.sees(row["name"], row["tenant"])]}
+                coming = overview.loads(self._picture, self._node.loop.time())
+                return {
+                    "functions": [row for row in rows if caller.sees(row["name"], row["tenant"])],
+                    "loads": [row for row in coming if caller.sees(row["function"], row["tenant"])][: overview.NAMES],
+                }
             case a.Status():
                 self._permits.may(caller, act)
                 rows, controllers = self._rows(), await self._asks.controller_status()

@@ -14,6 +14,7 @@ from msgspec import structs
 from dormouse.core import tenants
 from dormouse.core.config import NodeConfig
 from dormouse.core.modelfolder import ADAPTER
+from dormouse.core.quantities import duration
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.asks import Asks
@@ -134,8 +135,12 @@ class Deploys:
         if spec.network and not self._config.sandbox.network:
             text = "functions of this node have no network; whoever runs it can allow it: [sandbox] network = true"
             raise refuse(403, "network_refused", text)
-        most = self._config.limits.tenant_functions
-        if (failure := tenancy.deploy_refusal(caller, self._picture, spec, most)) is not None:
+        limits = self._config.limits
+        for name, limit_ms in (("timeout", limits.timeout_ms), ("load_timeout", limits.load_timeout_ms)):
+            if (asked_ms := getattr(spec, f"{name}_ms")) > limit_ms:
+                text = f"{name} is {duration(asked_ms)}, but this node allows {duration(limit_ms)} (limits.{name}_ms)"
+                raise refuse(400, "bad_request", f"{text}; deploy with a shorter --{name.replace('_', '-')}")
+        if (failure := tenancy.deploy_refusal(caller, self._picture, spec, limits.tenant_functions)) is not None:
             raise HttpError(failure)
 
     # --- earlier versions

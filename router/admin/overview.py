@@ -10,6 +10,7 @@ from msgspec.structs import asdict
 from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
+from dormouse.router.decisions.lives import longest_load_s, without_instance
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction, most_open
@@ -113,6 +114,42 @@ def functions(
     return rows
 
 
+def loads(picture: RouterState, now_s: float) -> list[dict[str, Any]]:
+    """What loads, and since when; and what waits for a place to load, if it may: a row of each."""
+    rows = []
+    for each in picture.instances.values():
+        if not each.state.loads:
+            continue
+        serving, limit_s = picture.serving(each), each.spec.load_timeout_ms / 1000
+        due_s = min(each.progress_s + limit_s, each.started_s + longest_load_s(picture, each.spec))
+        why = "deploy" if serving is None else "served" if serving.instance == each.name else "extra"
+        times = (now_s - each.started_s, now_s - each.progress_s, max(0.0, due_s - now_s))
+        rows.append(_load(each.spec, why, each.name, times))
+    for owner in (owner for name in picture.wanted for owner in without_instance(picture, name)):
+        if not isinstance(owner, ServedFunction):
+            rows.append(_load(owner.spec, "deploy"))
+        elif owner.retry_s <= now_s:
+            rows.append(_load(owner.spec, "served"))
+    return rows
+
+
+def _load(
+    spec: FunctionSpec, why: str, instance: str | None = None, times: tuple[float, float, float] | None = None
+) -> dict[str, Any]:
+    since_ms, silent_ms, ends_within_ms = (None,) * 3 if times is None else (round(1000 * each) for each in times)
+    return {
+        "function": spec.name,
+        "version": spec.version,
+        "tenant": spec.tenant,
+        "for": why,
+        "instance": instance,
+        "since_ms": since_ms,
+        "silent_ms": silent_ms,
+        "load_timeout_ms": spec.load_timeout_ms,
+        "ends_within_ms": ends_within_ms,
+    }
+
+
 def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -> dict[str, Any]:
     """The router's picture and the controller's in one: functions by name, GPUs, the store."""
     picture, (host, port) = node.policy.picture, node.address
@@ -142,6 +179,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "tracing": node.traces.told(),
         },
         "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},
+        "loads": loads(picture, node.loop.time()),
         "gpus": controller.get("gpus", {}),
         "store": controller.get("store", {}),
         "waiting": controller.get("waiting", 0),
@@ -161,7 +199,7 @@ def bounded(status: dict[str, Any]) -> dict[str, Any]:
     for name, row in status["functions"].items():
         shared = row.get("shared_with", [])
         functions[name] = row | {"shared_with": shared[:NAMES], "shared_count": len(shared)}
-    return status | {"functions": functions}
+    return status | {"functions": functions, "loads": status.get("loads", [])[:NAMES]}
 
 
 def gone(node: Node) -> list[str]:

@@ -28,6 +28,15 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
         p.wanted[spec.name] = None
 
 
+def within_limits(p: RouterState, spec: m.FunctionSpec) -> m.FunctionSpec:
+    """As it is served, if it was deployed before the node had its limits. Who deploys is refused instead."""
+    most_ms, most_load_ms = int(1000 * p.longest_s), int(1000 * p.longest_load_s)
+    if spec.timeout_ms <= most_ms and spec.load_timeout_ms <= most_load_ms:
+        return spec
+    limits = {"timeout_ms": min(spec.timeout_ms, most_ms), "load_timeout_ms": min(spec.load_timeout_ms, most_load_ms)}
+    return structs.replace(spec, **limits)
+
+
 def _other_tenant(p: RouterState, spec: m.FunctionSpec) -> str | None:
     """A tenant that has functions here and is not the one of ``spec``.
 
@@ -51,14 +60,19 @@ def _apart(a: m.FunctionSpec, b: m.FunctionSpec) -> bool:
 
 
 def remove_asked(p: RouterState, ask: int, name: str) -> None:
-    function = p.functions.get(name)
-    if name in p.changes:
+    function, deploy = p.functions.get(name), p.deploy(name)
+    if name in p.changes and (deploy is None or deploy.keeping):
         p.settle(ask, failures.busy_changing(name))
-    elif function is None:
+    elif function is None and deploy is None:
         p.settle(ask, queueing.absent(p, name))
     elif (failure := bases.removal_refusal(p, name)) is not None:
         p.settle(ask, failure)
     else:
+        if deploy is not None:
+            lives.end_deploy(p, deploy, failures.deploy_ended(name), "was removed while it was being deployed")
+        if function is None:
+            p.settle(ask, None)
+            return
         p.changes[name] = Removal(ask)  # it is served until the catalogue has it no more
         p.tell(m.Removed(name=name))
 

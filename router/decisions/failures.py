@@ -136,13 +136,16 @@ def model_too_large(nbytes: int, gpu_nbytes: int) -> Failure:
     return Failure(code="model_too_large", status=507, text=text)
 
 
-def load_timed_out(timeout_ms: int, times: int = 1) -> Failure:
-    """``times``: after so many times its limit, though it went on."""
-    what = "printed or brought nothing to the node" if times == 1 else f"did not end within {times} times, or"
-    text = (
-        f"load() {what} for its time limit of {duration(timeout_ms)}; deploy with a longer --load-timeout, or see "
-        "`dormouse logs` for what it waited for"
-    )
+def load_timed_out(timeout_ms: int, longest_ms: int | None = None) -> Failure:
+    """``longest_ms``: it went on, but for so long."""
+    if longest_ms is None:
+        what = f"printed or brought nothing to the node for its time limit of {duration(timeout_ms)}"
+    else:
+        what = (
+            f"did not end within {duration(longest_ms)}, the most that its time limit of {duration(timeout_ms)} and "
+            "the node's limits.load_timeout_ms allow"
+        )
+    text = f"load() {what}; deploy with a longer --load-timeout, or see `dormouse logs` for what it waited for"
     return Failure(code="load_timeout", status=422, text=text)
 
 
@@ -243,6 +246,19 @@ def base_changed(name: str) -> Failure:
     return Failure(code="base_changed", status=409, text=text)
 
 
+def deploy_ended(name: str) -> Failure:
+    text = f"function {name!r} was removed while this version was loading, so the deploy was ended; deploy it again"
+    return Failure(code="deploy_ended", status=409, text=text)
+
+
+def load_restarted(name: str) -> Failure:
+    text = f"function {name!r} was restarted too often while this version was loading; deploy it again"
+    return Failure(code="deploy_ended", status=409, text=text)
+
+
 def busy_changing(name: str) -> Failure:
-    text = f"function {name!r} is being deployed or removed already; wait until that has ended"
+    text = (
+        f"function {name!r} is being deployed or removed already; wait until that has ended "
+        f"(`dormouse rm {name}` ends a deploy)"
+    )
     return Failure(code="change_in_progress", status=409, text=text, retryable=True)

@@ -8,6 +8,7 @@ from dormouse.core.quantities import duration
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.places import HELD_S, LoadPlaces
 from dormouse.router.decisions.runtimes import runtime_of
 from dormouse.router.decisions.state import (
     SESSION_TENANT,
@@ -31,7 +32,8 @@ WORN_WINDOW_S: Final = 60.0
 pauses, because a fork and a load() for each request would take the machine from everybody else."""
 
 LONGEST_LOAD: Final = 12
-"""Times its time limit may a load take that progresses: an hour, if nobody has set another."""
+"""Times its time limit may a load take that progresses: an hour, if nobody has set another. The node allows none more
+than ``limits.load_timeout_ms``."""
 
 GONE: Final = 256
 """Instances that are remembered when they are gone: an executor that died of one's commands may be heard of later."""
@@ -44,22 +46,28 @@ def start_wanted(p: RouterState) -> None:
     """Start instances that are missing; functions with waiting requests first, then deploys, whose user waits too."""
     if not p.forking or not p.wanted:
         return
-    room = p.loads - p.loading()
     due = [owner for name in p.wanted for owner in without_instance(p, name)]
     due = [owner for owner in due if isinstance(owner, OpenDeploy) or owner.retry_s <= p.now_s]
     due.sort(key=lambda owner: 1 if isinstance(owner, OpenDeploy) else 0 if owner.queue else 2)
-    for owner in due[: max(0, room)]:
-        owner.instance = start(p, owner.spec).name
+    places = LoadPlaces(p)
+    for owner in due:
+        replaces = isinstance(owner, ServedFunction)
+        if not places.free(owner.spec, replaces):
+            continue
+        instance = start(p, owner.spec, replaces)
+        places.take(instance)
+        owner.instance = instance.name
         if not without_instance(p, owner.spec.name):
             del p.wanted[owner.spec.name]
 
 
-def start(p: RouterState, spec: m.FunctionSpec) -> Instance:
+def start(p: RouterState, spec: m.FunctionSpec, replaces: bool) -> Instance:
     name = p.new_name()
-    instance = p.instances[name] = Instance(name, spec, started_s=p.now_s, progress_s=p.now_s)
+    instance = p.instances[name] = Instance(name, spec, replaces=replaces, started_s=p.now_s, progress_s=p.now_s)
     p.out.append(e.Start(name, spec))
     p.tell(_up(spec, name, loaded=False))
     p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
+    p.at(p.now_s + HELD_S, t.RetryDue())
     return instance
 
 
@@ -313,10 +321,23 @@ def deploy_failed(p: RouterState, deploy: OpenDeploy, failure: m.Failure, blamel
     p.out.append(e.Discard(deploy.spec))
 
 
+def end_deploy(p: RouterState, deploy: OpenDeploy, failure: m.Failure, how: str, again: bool = False) -> None:
+    """It loads no more; ``again``: this time. Not of one that has loaded."""
+    if deploy.instance is not None and (instance := queueing.live(p, deploy.instance)) is not None:
+        kill(p, instance, how, failure, blameless=again)
+    elif not again:
+        deploy_failed(p, deploy, failure, blameless=False)
+
+
 def progressed(p: RouterState, name: str) -> None:
     """It has printed something, or has brought something to the node."""
     if (instance := p.instances.get(name)) is not None:
         instance.progress_s = p.now_s
+
+
+def longest_load_s(p: RouterState, spec: m.FunctionSpec) -> float:
+    """For a load that progresses all the time."""
+    return min(LONGEST_LOAD * spec.load_timeout_ms / 1000, p.longest_load_s)
 
 
 def load_ran_out(p: RouterState, name: str) -> None:
@@ -325,10 +346,11 @@ def load_ran_out(p: RouterState, name: str) -> None:
     if instance is None or not instance.state.loads:
         return
     limit_s = instance.spec.load_timeout_ms / 1000
-    due_s = min(instance.progress_s + limit_s, instance.started_s + LONGEST_LOAD * limit_s)
+    longest_s = longest_load_s(p, instance.spec)
+    due_s = min(instance.progress_s + limit_s, instance.started_s + longest_s)
     if due_s > p.now_s:
         p.at(due_s, t.LoadEnds(name))
         return
-    times = LONGEST_LOAD if instance.progress_s + limit_s > p.now_s else 1
-    failure = failures.load_timed_out(instance.spec.load_timeout_ms, times)
+    quiet = instance.progress_s + limit_s <= p.now_s
+    failure = failures.load_timed_out(instance.spec.load_timeout_ms, None if quiet else int(1000 * longest_s))
     kill(p, instance, "was killed by its time limit", failure)

@@ -97,7 +97,7 @@ class RequestPolicy:
         match message:
             case m.Catalogue(functions=specs, held=held):
                 p.catalogue_known = True
-                p.functions = {spec.name: ServedFunction(spec) for spec in specs}
+                p.functions = {spec.name: ServedFunction(changes.within_limits(p, spec)) for spec in specs}
                 p.wanted = dict.fromkeys(p.functions)
                 for name, why in held.items():
                     quarantine.hold(p, p.functions[name], why)

@@ -32,10 +32,7 @@ def blamed(p: RouterState, name: str, text: str) -> None:
         judge(p, owner, text)
     elif len(owner.deaths) >= BLAMES and not owner.keeping:
         failure = failures.deploy_quarantined(text)
-        if owner.instance is not None and (instance := queueing.live(p, owner.instance)) is not None:
-            lives.kill(p, instance, "ended the GPU's process", failure)
-        else:
-            lives.deploy_failed(p, owner, failure, blameless=False)
+        lives.end_deploy(p, owner, failure, "ended the GPU's process")
 
 
 def _owner(p: RouterState, spec: m.FunctionSpec) -> ServedFunction | OpenDeploy | None:
@@ -68,9 +65,15 @@ def hold(p: RouterState, function: ServedFunction, why: str) -> None:
 
 
 def restart_asked(p: RouterState, ask: int, name: str) -> None:
-    """New instances, and another chance for a function in quarantine."""
-    function = p.functions.get(name)
-    if name in p.changes:
+    """New instances, and another chance for a function in quarantine. A deploy goes on beside it; of what is not served
+    yet, the load begins anew.
+    """
+    function, deploy = p.functions.get(name), p.deploy(name)
+    if function is None and deploy is not None and not deploy.keeping:
+        p.settle(ask, None, deploy.spec)
+        lives.end_deploy(p, deploy, failures.load_restarted(name), "was restarted", again=True)
+        return
+    if name in p.changes and (function is None or deploy is None):
         p.settle(ask, failures.busy_changing(name))
         return
     if function is None:

@@ -11,7 +11,8 @@ A function that is deployed as stateless gets one more instance when all of this
   them beside that queue.
 * A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads. The
   seat of a language model that has no request takes none.
-* ``max_instances``, ``limits.extra_instances`` and ``limits.loads`` allow it, and no extra has failed a moment ago.
+* ``max_instances``, ``limits.extra_instances`` (of which a tenant has its part) and ``limits.loads`` (places.py) allow
+  it, and no extra has failed a moment ago.
 
 A language model is stateless by nature; each of its instances brings a runtime, which has a GPU of its own if there is
 one (controller/scheduling/granting.py). It has many requests at once and no queue to speak of, so other things call for
@@ -35,6 +36,7 @@ from dormouse.core.replicas import BEGUN, has_room, mean, most_instances, queue_
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import lives, queueing
 from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.places import LoadPlaces
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
@@ -61,8 +63,8 @@ def add(p: RouterState) -> None:
         function = p.functions.get(name)
         if function is None or not function.spec.stateless or not (function.queue or _tokens_late(p, function)):
             del p.crowded[name]
-        elif p.forking and _called_for(p, function) and _room(p):
-            instance = lives.start(p, function.spec)
+        elif p.forking and _called_for(p, function) and _room(p, function.spec):
+            instance = lives.start(p, function.spec, replaces=False)
             function.extras[instance.name] = None
             function.tpot_ms = None  # of fewer instances
             p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
@@ -109,15 +111,19 @@ def late(p: RouterState, number: int) -> None:
         p.crowded[instance.spec.name] = None
 
 
-def _room(p: RouterState) -> bool:
-    """Whether the node has room for one more extra, and a GPU that nobody else wants."""
+def _room(p: RouterState, spec: m.FunctionSpec) -> bool:
+    """Whether the node has room for one more extra of this tenant, and a GPU that nobody else wants."""
     extras = [p.instances[name] for function in p.functions.values() for name in function.extras]
     idle = {each.own for each in p.instances.values() if each.own is not None and not each.open}
+    own = sum(each.spec.tenant == spec.tenant for each in extras)
+    places = LoadPlaces(p)  # what is missing loads first
+    if own >= p.part(p.extra_instances) or not all(places.free(spec, replaces) for replaces in (False, True)):
+        return False
     return has_room(
         extras=len(extras),
         most=p.extra_instances,
-        loading=p.loading(),
-        loads=p.loads,
+        loading=0,
+        loads=1,
         coming=sum(instance.state.loads for instance in extras),
         wanted=sum(not ticket.done for number, ticket in p.tickets.items() if number not in idle),
         gpus=p.gpus,

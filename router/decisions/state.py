@@ -1,7 +1,7 @@
 """The router's picture of requests, functions and instances; plain data that only the policy changes. No I/O."""
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -118,6 +118,7 @@ class Instance:
     batch_own: int = 0  # the ticket of its last batch's lease
     batch: frozenset[int] = frozenset()  # the tickets of the requests in that
     begun_own: int | None = None  # the ticket of its seat when it last began an answer
+    replaces: bool = False  # its function was served already when it was started
     started_s: float = 0.0
     progress_s: float = 0.0  # when it last did something, while it loads
     draining: bool = False  # ends after the request it has
@@ -213,6 +214,8 @@ class RouterState:
     one_tenant: bool = True
     extra_instances: int = 16
     extra_idle_s: float = 30.0
+    longest_s: float = 3600.0  # for a request, whatever its function's time limit is
+    longest_load_s: float = 3600.0
     functions: dict[str, ServedFunction] = field(default_factory=dict)
     instances: dict[str, Instance] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
@@ -273,9 +276,9 @@ class RouterState:
         served = [function.spec.tenant for function in self.functions.values()]
         return served + [each.spec.tenant for each in self.changes.values() if isinstance(each, OpenDeploy)]
 
-    def loading(self) -> int:
-        """How many instances load now."""
-        return sum(instance.state.loads for instance in self.instances.values())
+    def part(self, whole: int) -> int:
+        """What one tenant may have of something that the node has so many of."""
+        return whole if self.one_tenant else min(whole, max(1, whole // 2))
 
     def check(self) -> None:
         """Assert what holds between any two events."""
@@ -318,4 +321,5 @@ class RouterState:
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
         assert sum(len(function.extras) for function in self.functions.values()) <= self.extra_instances
-        assert self.loading() <= self.loads
+        loading = Counter((each.spec.tenant, each.replaces) for each in self.instances.values() if each.state.loads)
+        assert all(count <= self.part(self.loads) for count in loading.values()), loading

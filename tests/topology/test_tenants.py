@@ -109,6 +109,47 @@ def test_who_has_had_its_share_waits_and_is_told_so(node: TestNode) -> None:
     assert [row["function"] for row in node.admin.requests("", "", 2)] == ["more", "calm"], "the newest first"
 
 
+HOLDER = """
+import time
+def load():
+    time.sleep(1e6)
+def handle(state, request):
+    return None
+"""
+
+
+def test_loads_that_do_not_end_hold_up_their_own_tenant_alone_until_they_are_removed(node: TestNode) -> None:
+    names = ["holds1", "holds2", "holds3"]
+    with ThreadPoolExecutor(3) as pool:
+        deploys = [pool.submit(node.deploy, name, HOLDER, tenant="flood", load_timeout="1h") for name in names]
+
+        def listed() -> list[dict[str, Any]]:
+            return [each for each in node.status()["loads"] if each["function"] in names]
+
+        node.wait(lambda: len(listed()) == 3, 60, "all three to be on their way")
+        assert sorted(each["instance"] is None for each in listed()) == [False, True, True]
+        assert {(each["tenant"], each["for"], each["load_timeout_ms"]) for each in listed()} == {
+            ("flood", "deploy", 3_600_000)
+        }
+        assert {each["function"] for each in node.admin.listed()["loads"]} == {*names}
+        node.deployed("beside", ORDINARY, tenant="other")
+        node.admin.restart("beside")
+        assert node.invoke("beside", 1.0).status == 200
+        for name in names:
+            node.admin.remove(name)
+        for deploy_ in deploys:
+            assert (deploy_.result().status, deploy_.result().code) == (409, "deploy_ended")
+    assert listed() == []
+
+
+@pytest.mark.parametrize("option", ["timeout", "load_timeout"])
+def test_time_limits_beyond_the_nodes_are_refused(node: TestNode, option: str) -> None:
+    limit: dict[str, Any] = {option: "61m"}
+    answer = node.deploy("patient", ORDINARY, **limit)
+    assert (answer.status, answer.code) == (400, "bad_request")
+    assert answer.message.startswith(f"{option} is 61 min, but this node allows 60 min (limits.{option}_ms)")
+
+
 def test_tokens_per_second(node: TestNode) -> None:
     """As the runtime counts them."""
     with connected(node) as client:

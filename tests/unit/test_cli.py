@@ -502,7 +502,7 @@ def test_status_says_for_an_hour_that_a_process_has_ended(dormouse: Any, monkeyp
 def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = FUNCTION | {"state": "failed", "error": "\x1b[2J\x1b[Hall is well" + "x" * 500}
     monkeypatch.setattr(AdminClient, "status", lambda _: STATUS | {"functions": {"f": bad}})
-    monkeypatch.setattr(AdminClient, "functions", lambda _: [bad])
+    monkeypatch.setattr(AdminClient, "listed", lambda _: {"functions": [bad]})
     for command in (("status",), ("status", "f"), ("status", "--all"), ("ls",)):
         out = dormouse(*command).out
         assert "\x1b" not in out, command
@@ -1109,8 +1109,21 @@ def test_n8_what_is_written_beats_the_environment(monkeypatch: pytest.MonkeyPatc
         cli.cli.main(["--run", "/written", "--node", "other", "ls"], standalone_mode=False)
 
 
+def test_what_loads_is_shown_and_what_waits_to(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = {"function": "h", "version": 1, "tenant": "lab", "for": "deploy", "instance": "3-1", "since_ms": 61_000}
+    loads |= {"silent_ms": 60_000, "load_timeout_ms": 300_000, "ends_within_ms": 240_000}
+    none = {"instance": None, "since_ms": None, "silent_ms": None, "ends_within_ms": None}
+    rows = [loads, loads | none | {"function": "k", "for": "served"}]
+    monkeypatch.setattr(AdminClient, "status", lambda _: STATUS | {"loads": rows})
+    monkeypatch.setattr(AdminClient, "listed", lambda _: {"functions": [], "loads": rows})
+    for command in (("status",), ("status", "--all"), ("ls",)):
+        lines = [line.split("\t") for line in dormouse(*command).out.splitlines()]
+        assert ["h", "1", "a deploy", "lab", "61 s", "60 s", "5 min", "4 min"] in lines, command
+        assert ["k", "1", "what is served", "lab", "waits for a place (limits.loads)", "-", "5 min", "-"] in lines
+
+
 def test_n8_ls_of_nothing_says_how_to_begin(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdminClient, "functions", lambda _: [])
+    monkeypatch.setattr(AdminClient, "listed", lambda _: {"functions": [], "loads": []})
     result = dormouse("ls")
     assert (result.status, result.out) == (0, "")
     assert "begin with:  dormouse deploy NAME FILE.py" in result.err
@@ -1299,9 +1312,9 @@ def test_whatever_prints_commands_no_terminal(dormouse: Any, monkeypatch: pytest
             sys.stdout.buffer.write(bytes([each]))
         sys.stdout.buffer.write(b"\xff\r\n")
         sys.excepthook(ValueError, ValueError(HOSTILE), None)
-        return []
+        return {"functions": []}
 
-    monkeypatch.setattr(AdminClient, "functions", ls)
+    monkeypatch.setattr(AdminClient, "listed", ls)
     result = dormouse("ls")
     assert odd((result.out + result.err).replace("\r\n", "")) == []
     assert result.out.count(r"\x9b31m\u202e\r[bold]x[/]") == 3

@@ -113,7 +113,49 @@ def test_one_change_of_a_name_at_a_time() -> None:
     rig = loaded()
     rig.do(e.DeployAsked(7, spec()))
     assert one(rig.do(e.DeployAsked(8, spec())), e.Settled).failure.code == "change_in_progress"
-    assert one(rig.do(e.RemoveAsked(9, "f")), e.Settled).failure.code == "change_in_progress"
+    rig.load("i2")
+    busy = one(rig.do(e.RemoveAsked(9, "f")), e.Settled).failure
+    assert busy.code == "change_in_progress", "it is being written, which lasts no longer than a disk does"
+
+
+def test_a_removal_ends_a_deploy_that_loads_and_what_is_served() -> None:
+    rig = loaded()
+    rig.do(e.DeployAsked(7, spec()))
+    actions = rig.do(e.RemoveAsked(8, "f"))
+    assert (one(actions, e.Settled).ask, one(actions, e.Settled).failure.code) == (7, "deploy_ended")
+    assert (one(actions, e.Kill).instance, one(actions, m.Removed).name) == ("i2", "f")
+    assert one(rig.hear(m.Kept(name="f")), e.Settled) == e.Settled(8, None, None)
+
+
+def test_a_removal_ends_a_deploy_of_what_is_not_served() -> None:
+    rig = Rig(loads=1)
+    for number, name in enumerate(("f", "g")):  # the second one waits for a place
+        rig.do(e.DeployAsked(number, spec(name)))
+    for number, name, kills in ((1, "g", []), (0, "f", ["i1"])):
+        actions = rig.do(e.RemoveAsked(9, name))
+        ended, removed = said(actions, e.Settled)
+        assert (ended.ask, ended.failure.code, ended.failure.status) == (number, "deploy_ended", 409)
+        assert (removed.ask, removed.failure) == (9, None)
+        assert [each.instance for each in said(actions, e.Kill)] == kills
+        assert said(actions, m.Removed) == []
+    assert rig.policy.picture.wanted == {}
+    assert one(rig.do(e.RemoveAsked(10, "f")), e.Settled).failure.code == "unknown_function"
+
+
+def test_a_restart_begins_the_load_of_a_deploy_anew_and_leaves_it_beside_what_is_served() -> None:
+    rig = Rig()
+    rig.do(e.DeployAsked(1, spec()))
+    for number in range(1, DEPLOY_RETRIES + 1):
+        actions = rig.do(e.RestartAsked(2, "f"))
+        assert (one(actions, e.Settled).ask, one(actions, e.Kill).instance) == (2, f"i{number}")
+        assert one(actions, e.Start).instance == f"i{number + 1}"
+    settled = said(rig.do(e.RestartAsked(3, "f")), e.Settled)
+    assert [(each.ask, each.failure and each.failure.code) for each in settled] == [(3, None), (1, "deploy_ended")]
+    rig = loaded()
+    rig.do(e.DeployAsked(1, spec()))
+    actions = rig.do(e.RestartAsked(2, "f"))
+    assert (one(actions, e.Settled).ask, one(actions, e.Start).instance) == (2, "i3"), "beside the deploy, which loads"
+    assert said(actions, e.Kill) == []
 
 
 def test_a_deploy_is_not_failed_by_an_executor() -> None:

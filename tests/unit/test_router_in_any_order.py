@@ -9,8 +9,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router_rig import damaged, failure, lease, spec
 
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions import lives
+from dormouse.router.decisions.places import LoadPlaces
 from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import InstanceState, Phase, RouterState, most_open
+from dormouse.router.decisions.state import InstanceState, Phase, RouterState, ServedFunction, most_open
 from dormouse.schemas import messages as m
 
 NAMES = ("f", "g", "s", "c", "b")
@@ -23,14 +25,14 @@ class RouterMachine(RuleBasedStateMachine):
     Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
     answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once. Function c has
     two requests at once in each of its instances. Function b has batches of two; the controller knows who waits for
-    one.
+    one. Functions g, c and h are another tenant's. Whoever may load does.
     """
 
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = RequestPolicy(RouterState(2, 9, "i", extra_instances=2, extra_idle_s=3.0))
+        self.policy = RequestPolicy(RouterState(2, 9, "i", one_tenant=False, extra_instances=2, extra_idle_s=3.0))
         self.now_s = 0.0
         self.fates: Counter[int] = Counter()
         self.arrived = 0
@@ -46,9 +48,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.do(e.ForkingChanged(True, gpus=GPUS))
         specs = [
             spec("f", timeout_ms=3000, max_queue=3),
-            spec("g", idempotent=True),
+            spec("g", idempotent=True, tenant="other"),
             spec("s", stateless=True, deadline_ms=1, idempotent=True),
-            spec("c", concurrency=2, stateless=True, deadline_ms=1, timeout_ms=3000),
+            spec("c", concurrency=2, stateless=True, deadline_ms=1, timeout_ms=3000, tenant="other"),
             spec("b", batch=2, timeout_ms=3000),
         ]
         self.do(e.FromController(m.Catalogue(functions=specs)))
@@ -286,6 +288,7 @@ class RouterMachine(RuleBasedStateMachine):
             deadline_ms=1 if name in ("s", "c") else 1000,
             concurrency=2 if name == "c" else 1,
             batch=2 if name == "b" else 0,
+            tenant="other" if name in ("g", "c", "h") else "default",
         )
         self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, asked))
 
@@ -320,6 +323,11 @@ class RouterMachine(RuleBasedStateMachine):
         assert not self.settled or max(self.settled.values()) == 1
         assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))
         assert set(self.policy.picture.instances) == self.alive
+        for name in picture.wanted if picture.forking else ():
+            for owner in lives.without_instance(picture, name):
+                served = isinstance(owner, ServedFunction)
+                paused = isinstance(owner, ServedFunction) and owner.retry_s > self.now_s
+                assert paused or not LoadPlaces(picture).free(owner.spec, served), f"{name} may load"
         when_s = self.policy.next_deadline_s()
         assert when_s is None or when_s > self.now_s or self.policy.picture.timers
 

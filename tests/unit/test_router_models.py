@@ -267,9 +267,9 @@ def test_an_idle_model_s_seat_takes_no_gpu_from_others(requests: int) -> None:
     rig, tickets = at_work(gpus=3)
     for ticket in tickets[requests:]:
         rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2))
-    assert replicas._room(rig.policy.picture)
+    assert replicas._room(rig.policy.picture, rig.policy.picture.instances["i1"].spec)
     rig.policy.picture.gpus = 1
-    assert replicas._room(rig.policy.picture) == (not requests)
+    assert replicas._room(rig.policy.picture, rig.policy.picture.instances["i1"].spec) == (not requests)
 
 
 def test_what_crosses_with_a_move_is_nobody_s() -> None:

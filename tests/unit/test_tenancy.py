@@ -87,6 +87,7 @@ def test_a_node_of_another_tenant_does_not_say_whose_it_is(rig: Rig) -> None:
 
 STATUS: dict[str, Any] = {
     "node": {"name": "n", "missing": [], "run": "/run/x", "peers": {"router": 1}},
+    "loads": [{"function": "mine", "tenant": "a"}, {"function": "yours", "tenant": "b"}],
     "functions": {
         "mine": {"tenant": "a", "queued": 2, "shared_with": ["other", "yours"], "last_eviction": {"for": "yours"}},
         "other": {"tenant": "a", "queued": 1, "shared_with": [], "last_eviction": None},

@@ -86,7 +86,7 @@ export class Timeline {
     });
   }
 
-  // Places each span that is to be seen: [span, row, lane]; rows have as many lanes as overlap.
+  // LoadPlaces each span that is to be seen: [span, row, lane]; rows have as many lanes as overlap.
   placed(from_s, now_s) {
     const rows = new Map();
     for (const gpu of this.gpus) rows.set(Number(gpu), []);

@@ -1,0 +1,23 @@
+"""What loads now, for people, as `dormouse status` and `dormouse ls` show it. Decides nothing."""
+
+from typing import Any, Final
+
+from dormouse.core.quantities import duration
+
+LOADS: Final = ["loading", "version", "for", "tenant", "since", "silent for", "load_timeout", "ends within"]
+_FOR: Final = {"served": "what is served", "extra": "an extra instance", "deploy": "a deploy"}
+
+
+def load_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Of the router's list. What waits for a place has no instance."""
+    loads = row["instance"] is not None
+    return {
+        "loading": row["function"],
+        "version": row["version"],
+        "for": _FOR[row["for"]],
+        "tenant": row["tenant"],
+        "since": duration(row["since_ms"]) if loads else "waits for a place (limits.loads)",
+        "silent for": duration(row["silent_ms"]) if loads else None,
+        "load_timeout": duration(row["load_timeout_ms"]),
+        "ends within": duration(row["ends_within_ms"]) if loads else None,
+    }
