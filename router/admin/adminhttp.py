@@ -24,7 +24,7 @@ from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.dashboard import pages
 from dormouse.router.dashboard.watch import Sampler
 from dormouse.router.front import openinference
-from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse, too_large
+from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, foreign_coding, refuse, too_large
 from dormouse.router.front.recent import Kind
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m
@@ -115,6 +115,10 @@ async def _watch(watch: Sampler, caller: Caller, x: Exchange) -> None:
 
 async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     """``POST /admin/functions?name=mood&entry=mood.py&deadline=80ms``: the body is a tar archive of the folder."""
+    if (coding := x.header(b"content-encoding") or b"identity").lower() != b"identity":
+        raise foreign_coding(
+            coding, "send the archive as `tar -c` writes it: room for its length is made before it comes"
+        )
     query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
     try:
         name, entry = query.pop("name"), query.pop("entry", "")

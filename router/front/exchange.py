@@ -3,6 +3,7 @@
 A body is read in chunks and never beyond its limit (bodies.py). What is answered is decided elsewhere.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -15,6 +16,7 @@ from dormouse.router.access.access import Refusal
 from dormouse.router.access.doorkeeper import Pairs
 from dormouse.router.front.bodies import Bodies, Body, NoRoom
 from dormouse.router.front.cycle import Cycle, Headers
+from dormouse.router.front.unpacking import CODINGS, BadCoding, Unpacker
 from dormouse.schemas.messages import Failure
 
 STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
@@ -53,7 +55,6 @@ class Exchange:
         self.scope = cycle.scope
         self.request_id = request_id
         self.extra: Pairs = ()  # headers of any answer
-        self.read = cycle.read
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk
         self.chunk_now = cycle.chunk_now
@@ -61,6 +62,32 @@ class Exchange:
         self.cut = cycle.cut
         self.shows_key = cycle.shows_key
         self._cycle = cycle
+        self._unpacker: Unpacker | None = None
+
+    def unpacks(self) -> None:
+        """What is read of its body from now on is what its Content-Encoding was put on. Raises HttpError."""
+        said = b",".join(self.fields(b"content-encoding")).lower().split(b",")
+        codings = [coding.strip() for coding in said if coding.strip() not in (b"", b"identity")]
+        if len(codings) > 1 or (codings and codings[0] not in CODINGS):
+            raise foreign_coding(b", ".join(codings), "send gzip, deflate, or the body as it is")
+        self._unpacker = Unpacker(codings[0]) if codings else None
+
+    async def read(self) -> list[bytes]:
+        """Pieces of the body that have come since the last call, if need be after waiting; none at its end. Raises
+        ClientLeft, HttpError.
+        """
+        if self._unpacker is None:
+            return await self._cycle.read()
+        try:
+            while not (piece := self._unpacker.step()):
+                if not (pieces := await self._cycle.read()):
+                    self._unpacker.end()
+                    return []
+                self._unpacker.add(b"".join(pieces))
+        except BadCoding as error:
+            raise refuse(400, "bad_body", str(error), close=True) from None
+        await asyncio.sleep(0)  # the others' turn
+        return [piece]
 
     def never_ends(self) -> None:
         """The answer goes on until one of the two leaves: a node that ends does not wait for it."""
@@ -87,7 +114,7 @@ class Exchange:
         """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
         or has no room, and ClientLeft. ``owner``: the tenant that sends it.
         """
-        announced = self.header(b"content-length")
+        announced = self.header(b"content-length") if self._unpacker is None else None
         expected_nbytes = limit_nbytes if announced is None else int(announced)
         if expected_nbytes > limit_nbytes:
             raise too_large(limit_nbytes)
@@ -169,6 +196,12 @@ def foreign(kind: str) -> Pairs:
 def too_large(limit_nbytes: int, why: str = "limits.body") -> HttpError:
     text = f"the body may have at most {size(limit_nbytes)} ({why}); send less"
     return refuse(413, "body_too_large", text, close=True)
+
+
+def foreign_coding(coding: bytes, do: str) -> HttpError:
+    text = f"Content-Encoding is {coding[:40].decode('latin-1')!r}; {do}"
+    failure = Failure(code="content_encoding", status=415, text=text)
+    return HttpError(failure, close=True, headers=[(b"accept-encoding", b"gzip, deflate")])
 
 
 @contextmanager

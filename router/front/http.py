@@ -126,6 +126,8 @@ class Application:
             x.shows_key()
         elif x.crowded and self._gate.keys.wanted:
             raise HttpError(too_many_connections(self._node.config.limits.connections), close=True)
+        if entered.route.method != "GET" and entered.route.act is not Act.INFER:
+            x.unpacks()
         match entered.route.act:
             case Act.INVOKE | Act.INFER:
                 await self._invoke(x, entered.name, entered.caller)

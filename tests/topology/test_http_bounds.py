@@ -4,13 +4,16 @@ Each attack is written byte by byte; beside it a healthy client is answered.
 """
 
 import contextlib
+import gzip
 import http.client
 import json
 import select
 import socket
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from topology.test_router import WAIT_S, World, spec
@@ -324,6 +327,51 @@ def test_head_is_get_without_a_body(world: World) -> None:
             assert (body == b"") == (method == "HEAD"), path
         assert said[0] == said[1], path
         connection.close()
+
+
+def sent(world: World, path: str, body: bytes | Iterator[bytes], **headers: str) -> tuple[int, Any]:
+    """Status, and the value or the error's code."""
+    connection = http.client.HTTPConnection("127.0.0.1", world.port, timeout=WAIT_S)
+    said = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("POST", path, body, said)
+    with connection.getresponse() as response:
+        value = json.loads(response.read())
+    connection.close()
+    if response.status == 415:
+        assert response.getheader("Accept-Encoding") == "gzip, deflate"
+    error = value.get("error") if isinstance(value, dict) else None
+    return response.status, value if error is None else error["code"] if isinstance(error, dict) else error
+
+
+INVOKE, COMPLETE, INDEX = "/functions/echo/invoke", "/v1/completions", "/v2/repository/index"
+
+
+@pytest.mark.parametrize(
+    ("coding", "pack"), [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_a_packed_body_is_unpacked_on_every_route(world: World, coding: str, pack: Callable[[bytes], bytes]) -> None:
+    assert sent(world, INVOKE, pack(b'{"a": 1}'), content_encoding=coding) == (200, {"a": 1})
+    assert sent(world, INVOKE, iter((pack(b'{"a": 1}'),)), content_encoding=f"identity, {coding}") == (200, {"a": 1})
+    assert sent(world, INVOKE, pack(b" " * 300_000 + b"1"), content_encoding=coding) == (200, 300_001)
+    assert sent(world, COMPLETE, pack(b'{"model": "none"}'), content_encoding=coding) == (404, "model_not_found")
+    assert sent(world, INDEX, pack(b'{"ready": true}'), content_encoding=coding)[0] == 200
+    assert sent(world, INVOKE, pack(b'{"a": 1}')[:-1], content_encoding=coding) == (400, "bad_body")
+    assert sent(world, INVOKE, b'{"a": 1}', content_encoding=coding) == (400, "bad_body")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_body_that_is_too_large_unpacked_is_refused(world: World, coding: str) -> None:
+    bomb = gzip.compress(bytes(40 << 20)) if coding == "gzip" else zlib.compress(bytes(40 << 20))
+    for path in (INVOKE, COMPLETE):
+        assert sent(world, path, bomb, content_encoding=coding) == (413, "body_too_large")
+        assert sent(world, path, iter((bomb,)), content_encoding=coding) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "deflate, gzip"])
+def test_another_coding_is_refused_by_name(world: World, coding: str) -> None:
+    for path in (INVOKE, COMPLETE):
+        assert sent(world, path, b"\x1b\x07\x00", content_encoding=coding) == (415, "content_encoding")
+    assert sent(world, INDEX, b"\x1b\x07\x00", content_encoding=coding)[0] == 400  # the protocol's one status
 
 
 def taken_nbytes(pid: int) -> int:

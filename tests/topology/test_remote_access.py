@@ -1,6 +1,7 @@
 """One node that others could reach: real TLS, real keys, raw requests as a browser or an attacker would send them."""
 
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -198,6 +199,22 @@ def test_who_is_refused_while_it_sends_a_body_hears_why(node: RemoteNode, tries:
             connection.request("POST", "/functions/ours/invoke", bytes(12 << 20), headers)
             with connection.getresponse() as response:
                 assert (response.status, b"request_id" in response.read()) == (told, True)
+
+
+def test_a_packed_archive_is_refused_by_name_and_a_packed_secret_is_not(node: RemoteNode) -> None:
+    packed = gzip.compress(b"secret value")
+    for coding in ("gzip", "br"):
+        with contextlib.closing(node.connect()) as connection:
+            asked = {"Authorization": f"Bearer {node.first}", "Content-Encoding": coding}
+            connection.request("POST", "/admin/functions?name=packed", packed, asked)
+            with connection.getresponse() as response:
+                assert (response.status, json.loads(response.read())["error"]["code"]) == (415, "content_encoding")
+            connection.request("PUT", "/admin/secrets/PACKED", packed, asked)
+            with connection.getresponse() as response:
+                response.read()
+                assert response.status == (200 if coding == "gzip" else 415)
+    assert [row["name"] for row in node.admin.secrets()] == ["PACKED"]
+    node.admin.remove_secret("", "PACKED")
 
 
 def test_another_protocol_that_is_asked_for_is_not_taken_and_the_body_is_whole(node: RemoteNode) -> None:
