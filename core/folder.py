@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from dormouse.schemas.options import FILE, FILE_NBYTES
+
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
@@ -84,6 +86,18 @@ def state(found: FunctionFolder) -> tuple[tuple[str, int, int, int], ...]:
     """Another value once a file that goes has changed, come or gone. Raises NoFunction, OSError."""
     told = ((name, os.stat(found.folder / name)) for name, goes in _walk(found) if goes)
     return tuple((name, each.st_ino, each.st_mtime_ns, each.st_size) for name, each in told)
+
+
+def options_file(found: FunctionFolder) -> str:
+    """What the file of a deploy's options beside the function says; "" without one. Raises NoFunction, OSError."""
+    path = found.folder / FILE
+    if found.alone or not path.is_file():
+        return ""
+    try:
+        with open(_open(path, None), "rb") as file:
+            return file.read(FILE_NBYTES + 1).decode()
+    except UnicodeDecodeError as error:
+        raise NoFunction(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def left_out(found: FunctionFolder) -> list[str]:

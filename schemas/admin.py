@@ -16,12 +16,15 @@ from typing import Final, Literal
 
 import msgspec
 
+from dormouse.schemas.options import Settings as Settings
+from dormouse.schemas.options import Value
+
 Scope = Literal["invoke", "deploy", "admin", "metrics"]
 """Of an API key."""
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 13
+PROTOCOL: Final = 14
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -38,38 +41,6 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_
     """Base of all of these."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a function's owner sets; durations as ``"80ms"`` or a number of milliseconds, sizes as ``"1GiB"``."""
-
-    deadline: str | int = 1000
-    percentile: float = 98.0
-    tenant: str = "default"
-    timeout: str | int = 60_000
-    load_timeout: str | int = 300_000
-    idempotent: bool = False
-    max_queue: int = 256
-    quota: str | int = 1 << 30
-    stateless: bool = False
-    max_instances: int = 0
-    concurrency: int = 1
-    batch: int = 0
-    batch_wait: str | int = 0
-    llm: bool = False  # the folder is a language model's
-    embedding: bool = False  # it makes embeddings
-    convert: bool = False  # its weights may be pickled
-    context: int = 0
-    dtype: str = "auto"
-    ttft: str | int = 500
-    tpot: str | int = 60
-    isolation: str = ""  # "tenant" | "function"; "": what the node's configuration says
-    base: str = ""  # the folder is a LoRA adapter of this language model, which is deployed
-    env: dict[str, str] = {}  # environment variables
-    requirements: str = ""  # of pip, one a line; else those of the folder's requirements.txt or pyproject.toml
-    allow_build: bool = False  # what has no wheel is built from its sources
-    network: bool = False
-    secrets: tuple[str, ...] = ()  # of the tenant, by name: environment variables, too
-
-
 # --- who administers -> node
 
 
@@ -80,8 +51,12 @@ class Deploy(Packet, frozen=True, kw_only=True, tag=1):
 
     name: str
     entry: str
-    settings: Settings = Settings()
+    options: dict[str, Value | list[str] | dict[str, str]] = {}  # those of options.Settings that were said
+    file: str = ""  # what dormouse.toml beside the function says
+    reset: list[str] = []  # what of before is not kept: options, env.NAME, secret.NAME, or all
     logs: bool = False
+    note: str = ""  # for people
+    check: str = ""  # JSON: a request that the new version answers before it is served; "": none
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):

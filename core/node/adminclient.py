@@ -166,15 +166,17 @@ class AdminClient:
         self,
         name: str,
         found: FunctionFolder,
-        settings: dict[str, Any],
+        options: dict[str, Any],
         printed: Callable[[bytes], None] | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
-        """Waits until it has loaded; ``printed`` is called with what it prints meanwhile. Raises folder.NoFunction,
-        OSError too.
+        """Waits until it has loaded; ``printed`` is called with what it prints meanwhile. ``more``: as Deploy has it.
+        Raises folder.NoFunction, OSError too.
         """
         with self._conversation(None) as conversation:
-            act = a.Deploy(name=name, entry=found.entry, settings=a.Settings(**settings), logs=printed is not None)
-            conversation.say(act)
+            options = {each: list(value) if isinstance(value, tuple) else value for each, value in options.items()}
+            file, logs = folder.options_file(found), printed is not None
+            conversation.say(a.Deploy(name=name, entry=found.entry, options=options, file=file, logs=logs, **more))
             travelling = folder.files(found)
             while batch := list(islice(travelling, a.MAX_FILES)):
                 try:

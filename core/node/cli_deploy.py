@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
@@ -18,11 +17,12 @@ from dormouse.core.node.cli_secrets import variables
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import DormouseError
+from dormouse.schemas.options import OPTIONS, standing
 
 if TYPE_CHECKING:
     from dormouse.core.node.adminclient import AdminClient
 
-OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot", "isolation")
+OF_MODELS: Final = tuple(name for name, each in OPTIONS.items() if each.metadata["of"] == "models")
 """Options that mean nothing to a function."""
 
 OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
@@ -32,55 +32,54 @@ OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
 REPORT_NBYTES: Final = 64 << 10
 """More than the report of an exception has."""
 
-_OPTIONS: Final = (
-    click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms."),
-    click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it."),
-    click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped."),
-    click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails without progress."),
-    click.option("--tenant", default="default", show_default=True, help="Whose function it is."),
-    click.option("--max-queue", default=256, show_default=True, help="Requests that may wait."),
-    click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load()."),
-    click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it."),
-    click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once."),
-    click.option(
-        "--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]"
-    ),
-    click.option("--concurrency", default=1, show_default=True, help="Requests in one instance, of an async handle()."),
-    click.option("--batch", default=0, help="Requests of one handle_batch(), at most.  [default: one by one]"),
-    click.option("--batch-wait", default="0ms", show_default=True, help="How long a batch may wait for more."),
-    click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable that it sees. Several may be given."),
-    click.option("--env-file", multiple=True, metavar="FILE", help="A file of such lines."),
-    click.option(
-        "--requirements",
-        type=click.Path(exists=True, dir_okay=False),
-        help="Libraries of its own.  [default: requirements.txt beside it]",
-    ),
-    click.option("--allow-build", is_flag=True, help="Build those that have no wheel, where the node allows it."),
-    click.option("--network", is_flag=True, help="It has the machine's network, where the node allows it."),
-    click.option("--secret", "secrets", multiple=True, metavar="NAME", help="A secret that it sees as a variable."),
-)
-"""What a function is deployed with."""
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def of_functions(command: Command) -> Command:
-    """The options of a command that deploys functions."""
-    for option in reversed(_OPTIONS):
+def _option(name: str) -> Callable[[Any], Any]:
+    """Of the command line. What is not given is None."""
+    metadata, default = OPTIONS[name].metadata, OPTIONS[name].default
+    is_flag, several = default is False, metadata["kind"] in ("variables", "secrets")
+    shown = "" if is_flag or several else f"  [default: {standing(name)}]"
+    word = "--secret" if metadata["kind"] == "secrets" else "--" + name.replace("_", "-")
+    kind: Any = str if metadata["kind"] or isinstance(default, str) else type(default)
+    how: dict[str, Any] = {"is_flag": True, "default": None} if is_flag else {"type": kind, "multiple": several}
+    if name == "requirements":
+        how = {"type": click.Path(exists=True, dir_okay=False)}
+    return click.option(word, name, help=metadata["help"] + shown, metavar=metadata["metavar"], **how)
+
+
+def _options(of: str) -> list[Callable[[Any], Any]]:
+    return [_option(name) for name, each in OPTIONS.items() if each.metadata["of"] == of]
+
+
+_FILES: Final = click.option("--env-file", multiple=True, metavar="FILE", help="A file of lines as --env has them.")
+
+
+def of_models(command: Command) -> Command:
+    """The options of a command that deploys language models, too."""
+    for option in reversed(_options("models")):
         command = option(command)
     return command
 
 
-def read_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Of these options, with what the files have that they name. Raises click.BadParameter."""
-    pairs, files, requirements = (settings[name] for name in ("env", "env_file", "requirements"))
+def of_functions(command: Command) -> Command:
+    """The options of a command that deploys functions."""
+    for option in reversed([*_options("functions"), _FILES]):
+        command = option(command)
+    return command
+
+
+def read_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Those that were given, with what the files have that they name. Raises click.BadParameter."""
+    pairs, files, requirements = (given[name] for name in ("env", "env_file", "requirements"))
     try:
-        text = "" if requirements is None else Path(requirements).read_text(errors="replace")
+        text = None if requirements is None else Path(requirements).read_text(errors="replace")
     except OSError as error:
-        text = f"{requirements} cannot be read: {error.strerror}"
-        raise click.BadParameter(text, param_hint="--requirements") from error
-    kept = {name: value for name, value in settings.items() if name != "env_file"}
-    return kept | {"env": variables(pairs, files), "requirements": text}
+        reason = f"{requirements} cannot be read: {error.strerror}"
+        raise click.BadParameter(reason, param_hint="--requirements") from error
+    read = {name: value for name, value in given.items() if name != "env_file"}
+    read |= {"env": variables(pairs, files), "requirements": text}
+    return {name: value for name, value in read.items() if value is not None and value not in ((), {})}
 
 
 @click.command()
@@ -89,17 +88,15 @@ def read_settings(settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--llm", metavar="MODEL", help="A language model, instead: FOLDER, FILE.gguf or hf:ORG/NAME[@REVISION].")
 @click.option("--lora", metavar="ADAPTER", help="A LoRA adapter, over a model: FOLDER or hf:ORG/NAME[@REVISION].")
 @click.option("--base", default="", metavar="NAME", help="The deployed language model that the adapter is for.")
-@click.option("--embedding", is_flag=True, help="It makes embeddings of texts (/v1/embeddings), not text.")
-@click.option("--convert", is_flag=True, help="Also take weights that are pickled: a sandbox reads them.")
-@click.option("--context", default=0, help="Its longest sequence, in tokens.  [default: the model's own]")
-@click.option("--dtype", default="auto", show_default=True, help="Its numbers: auto, bfloat16 or float32.")
-@click.option("--ttft", default="500ms", show_default=True, help="Wanted time to its first token.")
-@click.option("--tpot", default="60ms", show_default=True, help="Wanted time of each further token.")
 @click.option(
-    "--isolation",
-    default="",
-    help="Equal models of a tenant share a process on a GPU (tenant), or not (function).  [default: the node's]",
+    "--reset",
+    multiple=True,
+    metavar="OPTION",
+    help="Do not keep what the version before had: an option (deadline), a variable (env.NAME), a secret "
+    "(secret.NAME), or all.",
 )
+@click.option("--note", default="", help="For people, shown by `dormouse history`: a commit, for example.")
+@of_models
 @of_functions
 @as_json
 @pass_context
@@ -110,8 +107,11 @@ def deploy(
     file: str | None,
     llm: str | None,
     lora: str | None,
+    base: str,
+    reset: tuple[str, ...],
+    note: str,
     json_: bool,
-    **settings: Any,
+    **given: Any,
 ) -> None:
     """Deploy a Python function under NAME, and wait until it has loaded.
 
@@ -119,6 +119,10 @@ def deploy(
     what functions see is a copy, as it is now. Left out are hidden files and directories (.env, .git), __pycache__,
     virtual environments, and what .dormouseignore in the folder names, written like a .gitignore; the line !.env in it
     takes .env along.
+
+    A function that is deployed keeps the options that it had; this says which, and what has changed. --reset NAME ends
+    that. Options may also stand in dormouse.toml beside the function: what is said here comes before the file, and the
+    file before what is kept. An option that is taken out of the file has its default again.
 
     --llm deploys a language model: its folder, its file in the format GGUF, or what the Hugging Face cache of who calls
     has of it. Nothing is downloaded.
@@ -135,10 +139,10 @@ def deploy(
             stem = Path(name).resolve().stem
             raise click.UsageError(f"a name comes first, for example:  dormouse deploy {stem} {name}")
         raise click.UsageError(f"name one of these: {what}")
-    if (lora is None) != (not settings["base"]):
+    if (lora is None) != (not base):
         raise click.UsageError("--lora and --base come together: an adapter, and the deployed model that it is for")
     allowed = OF_MODELS if llm is not None else OF_ADAPTERS if lora is not None else ()
-    if meant := [name for name in OF_MODELS if _given(name) and name not in allowed]:
+    if meant := [each for each in OF_MODELS if given[each] is not None and each not in allowed]:
         why = "is what its base has" if lora is not None else "is for language models: it needs --llm"
         raise click.UsageError(f"--{meant[0]} {why}")
     hint = "FILE.py|FOLDER" if file is not None else "--llm" if llm is not None else "--lora"
@@ -146,7 +150,7 @@ def deploy(
         if lora is not None:
             found = modelfolder.find_adapter(lora)
         elif llm is not None:
-            found = modelfolder.find(llm, settings["convert"])
+            found = modelfolder.find(llm, bool(given["convert"]))
         else:
             found = folder.find(Path(str(file)).absolute())
         if found.alone:
@@ -158,11 +162,12 @@ def deploy(
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
-        settings = read_settings(settings) | {"llm": llm is not None}
+        options = read_options(given) | ({"llm": True} if llm is not None else {"base": base} if base else {})
         printed = bytearray()
         try:
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
-                answer = command.client.deploy(name, found, settings, partial(_show_printed, printed))
+                show = partial(_show_printed, printed)
+                answer = command.client.deploy(name, found, options, show, reset=list(reset), note=note)
         except CallRefused as error:
             raise _not_deployed(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:
@@ -174,8 +179,18 @@ def deploy(
         show_json(answer)
     else:
         click.echo(f"{answer['name']} version {answer['version']} is deployed")
-        if warning := answer.get("warning"):
-            click.echo(f"warning: {warning}", err=True)
+        show_changes(answer)
+
+
+def show_changes(answer: dict[str, Any], err: bool = False) -> None:
+    """What of the options is another than in the version before, what is kept of it, and what to beware of."""
+    for row in answer.get("changes", ()) if answer["version"] > 1 else ():
+        click.echo(f"  {row['option']}: {row['old'] or 'not there'} -> {row['new'] or 'not there'}", err=err)
+    if kept := answer.get("kept"):
+        names = ", ".join(each if "." in each else each.replace("_", "-") for each in kept)
+        click.echo(f"  as before: {names} (--reset OPTION ends that)", err=err)
+    if warning := answer.get("warning"):
+        click.echo(f"warning: {warning}", err=True)
 
 
 def show_printed(data: bytes) -> None:
@@ -201,8 +216,3 @@ def _not_deployed(client: "AdminClient", name: str, error: CallRefused, printed:
         served = next((row["version"] for row in client.functions() if row["name"] == name), None)
         text += "\nnothing is deployed" if served is None else f"\nversion {served} goes on"
     return CallRefused(error.status, error.code, text)
-
-
-def _given(name: str) -> bool:
-    """Whether the caller has said this option."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE

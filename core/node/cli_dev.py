@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dormouse.core.node.cli_deploy import of_functions, read_settings, show_printed
+from dormouse.core.node.cli_deploy import of_functions, read_options, show_changes, show_printed
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import clear
@@ -37,7 +37,7 @@ SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
 @click.option("--name", help="Deploy it under this name.  [default: the file's, with -dev]")
 @of_functions
 @pass_context
-def dev(context: CommandContext, /, file: str, name: str | None, **settings: Any) -> None:
+def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -> None:
     """Deploy a function, again whenever its files change, show what it prints, and remove it at Ctrl-C.
 
     The files that --requirements and --env-file name count, too. A version that does not load is not deployed: the one
@@ -48,7 +48,7 @@ def dev(context: CommandContext, /, file: str, name: str | None, **settings: Any
     path = Path(file).absolute()
     called = name or f"{path.stem}-dev"
     client = context.client
-    read_settings(settings)  # what is wrong with them now, is a slip
+    read_options(given)  # what is wrong with them now, is a slip
     if any(row["name"] == called for row in client.functions()):
         raise CallRefused(409, "name_taken", f"{called!r} is deployed; remove it, or give another --name")
     seen, complaint, following = None, "", False
@@ -56,12 +56,11 @@ def dev(context: CommandContext, /, file: str, name: str | None, **settings: Any
         while True:
             try:
                 found = folder.find(path)
-                wanted = read_settings(settings)
+                wanted = read_options(given)
                 if (state := (folder.state(found), wanted)) != seen:
-                    answer = client.deploy(called, found, wanted, None if following else show_printed)
+                    answer = client.deploy(called, found, wanted, None if following else show_printed, reset=["all"])
                     click.echo(f"{called} version {answer['version']} is deployed", err=True)
-                    if warning := answer.get("warning"):
-                        click.echo(f"warning: {warning}", err=True)
+                    show_changes(answer, err=True)
                     if not following:
                         threading.Thread(target=_follow, args=(client, called), daemon=True).start()
                     seen, complaint, following = state, "", True

@@ -3,6 +3,7 @@
 import click
 
 from dormouse.core.node.cli_completion import function_argument
+from dormouse.core.node.cli_deploy import show_changes
 from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.output import show_json, table, when
 
@@ -21,7 +22,7 @@ def history(context: CommandContext, name: str, json_: bool) -> None:
         row | {"deployed": row["at"] and when(row["at"]), "state": "earlier" if number else "served"}
         for number, row in enumerate(rows)
     ]
-    table(shown, ["version", "deployed", "state", "file", "deadline_ms", "tenant"])
+    table(shown, ["version", "deployed", "state", "file", "deadline_ms", "tenant", "note"])
 
 
 @click.command()
@@ -40,8 +41,7 @@ def rollback(context: CommandContext, name: str, version: int | None, json_: boo
         show_json(answer)
     else:
         click.echo(f"{name} version {answer['version']} is deployed: version {answer['as']} again")
-        if warning := answer.get("warning"):
-            click.echo(f"warning: {warning}", err=True)
+        show_changes(answer)
 
 
 @click.command()

@@ -171,7 +171,9 @@ class TestNode:
     def deploy(
         self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any
     ) -> HttpAnswer:
-        """Deploy a function from source text, with ``files`` beside it: their text, or where they are."""
+        """Deploy a function from source text, with these settings alone, and ``files`` beside it: their text, or where
+        they are.
+        """
         own = self.folder(name)
         (own / f"{name}.py").write_text(textwrap.dedent(source))
         for beside, content in (files or {}).items():
@@ -183,7 +185,8 @@ class TestNode:
             else:
                 target.unlink(missing_ok=True)
                 target.symlink_to(content)
-        return _answer(lambda: self.admin.deploy(name, FunctionFolder(own, f"{name}.py", False), settings))
+        found = FunctionFolder(own, f"{name}.py", False)
+        return _answer(lambda: self.admin.deploy(name, found, settings, reset=["all"]))
 
     def folder(self, name: str) -> Path:
         """The folder of a function, from which it is deployed."""

@@ -8,10 +8,8 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Final, cast, get_args
+from typing import Any, Final, cast, get_args
 from urllib.parse import parse_qs
-
-import msgspec
 
 from dormouse.core.folder import ENTRY
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG
@@ -119,19 +117,19 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         raise foreign_coding(
             coding, "send the archive as `tar -c` writes it: room for its length is made before it comes"
         )
-    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
+    query = {key: values[-1] for key, values in parse_qs(_query(x), keep_blank_values=True).items()}
     try:
         name, entry = query.pop("name"), query.pop("entry", "")
-        more = {"env": _variables(x), "secrets": parse_qs(_query(x)).get("secret", [])}
-        query.pop("env", None), query.pop("secret", None)
-        settings = msgspec.convert(query | more, a.Settings, strict=False)
-        usual = ADAPTER_CONFIG if settings.base else CONFIG if settings.llm else ENTRY
-        act = a.Deploy(name=name, entry=entry or usual, settings=settings)
+        note, check = query.pop("note", ""), query.pop("check", "")
+        several = {key: parse_qs(_query(x)).get(key, []) for key in ("env", "secret", "reset")}
+        said: dict[str, Any] = {key: value for key, value in query.items() if key not in several}
+        said |= {"env": _variables(x), "secrets": several["secret"]}
+        is_model = query.get("llm", "") not in ("", "0", "false")
+        usual = ADAPTER_CONFIG if query.get("base") else CONFIG if is_model else ENTRY
+        act = a.Deploy(name=name, entry=entry or usual, options=said, reset=several["reset"], note=note, check=check)
         nbytes = int(x.header(b"content-length") or b"")
     except KeyError:
         raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None
-    except msgspec.ValidationError as error:
-        raise refuse(400, "bad_request", str(error), close=True) from None
     except ValueError:
         raise refuse(411, "bad_request", "say the archive's length: Content-Length", close=True) from None
     async with admin.deploys.deploying(caller, act) as deploying:

@@ -1,7 +1,10 @@
 """One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is deploys.py's."""
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from msgspec import structs
@@ -17,30 +20,43 @@ from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import Upload, disk_full
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import MOST_OPEN
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import ISOLATIONS
 from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettings
+from dormouse.schemas.options import FILE, FILE_NBYTES
 
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
 
 
-def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None = None) -> FunctionSpec:
+@dataclass(frozen=True)
+class DeployPlan:
+    """What a deploy comes to, as far as it is known without its files. ``says``: more for its answer."""
+
+    spec: FunctionSpec
+    base: FunctionSpec | None
+    settings: a.Settings
+    says: dict[str, Any]
+
+
+def spec_of(
+    name: str, entry: str, settings: a.Settings, isolation: str = "tenant", base: FunctionSpec | None = None
+) -> FunctionSpec:
     """``isolation``: of language models that do not say; ``base``: what ``settings.base`` names. Raises ConfigError
     naming what is wrong.
     """
-    settings = act.settings
     is_llm = (settings.llm or base is not None) and not settings.embedding
     if settings.isolation and not is_llm:
         raise ConfigError("isolation is of language models that make text (--llm): others have no runtime")
     if settings.isolation not in ("", *ISOLATIONS):
         raise ConfigError(f"isolation is {settings.isolation!r}; write {' or '.join(ISOLATIONS)}")
-    if not NAME.fullmatch(act.name):
+    if not NAME.fullmatch(name):
         raise ConfigError(
-            f"{act.name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
+            f"{name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
         )
     if not NAME.fullmatch(settings.tenant):
         raise ConfigError(
@@ -75,9 +91,9 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
     if settings.llm or is_llm:
         _check_no_variables(settings)
     return FunctionSpec(
-        name=act.name,
+        name=name,
         version=0,
-        entry=act.entry if base is None else base.entry,
+        entry=entry if base is None else base.entry,
         snapshot="",
         tenant=settings.tenant,
         deadline_ms=_ms("deadline", settings.deadline),
@@ -89,8 +105,8 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless or settings.llm or is_llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(act.name, act.entry, settings, isolation, base) if is_llm else None,
-        embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
+        llm=_llm_of(name, entry, settings, isolation, base) if is_llm else None,
+        embedding=_embedding_of(entry, settings) if settings.embedding else None,
         concurrency=settings.concurrency,
         batch=settings.batch,
         batch_wait_ms=batch_wait_ms,
@@ -199,7 +215,8 @@ def _embedding_of(entry: str, settings: a.Settings) -> EmbeddingSettings:
 
 
 class Deploying:
-    """A deploy whose files are coming in. ``may`` raises HttpError if the deploy is not allowed any more.
+    """A deploy whose files are coming in. ``planned`` says what it comes to with that ``dormouse.toml``, and raises
+    HttpError if it is not allowed any more.
 
     ``handed``: others decide about the snapshot from now on. If the node ends before they have, the catalogue decides
     at the next start.
@@ -209,23 +226,17 @@ class Deploying:
         self,
         keeper: Keeper,
         asks: Asks,
-        spec: FunctionSpec,
         upload: Upload,
-        may: Callable[[], None],
-        settings: a.Settings,
-        base: FunctionSpec | None = None,
+        planned: Callable[[str], DeployPlan],
+        file: str = "",
         environments: Environments | None = None,
         printed: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self._environments, self._printed = environments, printed
-        self._requirements, self._sources = settings.requirements, settings.allow_build
         self.upload = upload
         self.handed = False
-        self._keeper = keeper
-        self._asks = asks
-        self._spec = spec
-        self._may = may
-        self._base = base
+        self._keeper, self._asks = keeper, asks
+        self._planned, self._file = planned, file
 
     async def take(self, names: list[str], fds: list[int]) -> None:
         """Some files. Raises HttpError."""
@@ -247,6 +258,7 @@ class Deploying:
             except OSError as error:
                 raise disk_full() from error
             await self._keeper.keeping(archive.unpack, half, self.upload, 2 * snapshots.most_files)
+            self._file = await self._keeper.keeping(_read, self.upload.own(FILE))
         finally:
             half.unlink(missing_ok=True)
             self.upload.spooled()
@@ -255,27 +267,30 @@ class Deploying:
 
     async def finish(self) -> Any:
         """All files are here: load it. Raises HttpError."""
-        if (base := self._base) is not None:
+        plan = self._planned(self._file)
+        if (base := plan.base) is not None:
             await self._keeper.keeping(self.upload.beside, self._keeper.snapshots.tree(base.name, base.snapshot))
-        entry = self._spec.entry if base is None else ADAPTER_CONFIG
+        entry = plan.spec.entry if base is None else ADAPTER_CONFIG
         await self._keeper.keeping(self.upload.finish, entry)
-        async with self._environment() as key:
-            self._may()  # while they came, the name may have been taken
+        async with self._environment(plan) as key:
+            plan = self._planned(self._file)  # while they came, the name may have been taken, or deployed anew
+            if base is not None and base != plan.base:
+                raise HttpError(failures.base_changed(base.name))
             own = self.upload
-            spec = structs.replace(self._spec, snapshot=own.snapshot, content=own.content, environment=key)
-            return await self._change(spec)
+            spec = structs.replace(plan.spec, snapshot=own.snapshot, content=own.content, environment=key)
+            return await self._change(spec) | plan.says
 
     @asynccontextmanager
-    async def _environment(self) -> AsyncGenerator[str, None]:
+    async def _environment(self, plan: DeployPlan) -> AsyncGenerator[str, None]:
         """The key of the function's own libraries, built if need be; "" if it needs none. Raises HttpError."""
-        wanted = ""
-        if self._environments is not None and self._spec.llm is None and self._spec.embedding is None:
-            tree = self.upload.tree
-            wanted = await self._keeper.keeping(self._environments.requirements, self._requirements, tree)
+        wanted, settings = "", plan.settings
+        if self._environments is not None and plan.spec.llm is None and plan.spec.embedding is None:
+            said = await self._keeper.keeping(_named_in, self.upload.tree, settings.requirements)
+            wanted = await self._keeper.keeping(self._environments.requirements, said, self.upload.tree)
         if self._environments is None or not wanted:
             yield ""
             return
-        having = self._environments.having(wanted, self._sources, self._spec.tenant, self._printed)
+        having = self._environments.having(wanted, settings.allow_build, plan.spec.tenant, self._printed)
         async with having as key:
             yield key
 
@@ -290,3 +305,21 @@ class Deploying:
         assert settled.spec is not None
         answer = {"name": settled.spec.name, "version": settled.spec.version}
         return answer | ({"warning": settled.warning} if settled.warning else {})
+
+
+def _read(path: Path) -> str:
+    """What a ``dormouse.toml`` says; "" if there is none. Raises HttpError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(FILE_NBYTES + 1).decode()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise refuse(400, "bad_request", f"{FILE} is not UTF-8 text: {error}") from None
+
+
+def _named_in(tree: Path, requirements: str) -> str:
+    """What ``requirements`` names, if that is a file of the folder. Raises OSError."""
+    if not re.fullmatch(r"[\w.-]+\.(txt|in)", requirements) or not (tree / requirements).is_file():
+        return requirements
+    return (tree / requirements).read_text(errors="replace")

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
@@ -17,8 +17,9 @@ from dormouse.core.modelfolder import ADAPTER
 from dormouse.core.quantities import duration
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
+from dormouse.router.admin import options
 from dormouse.router.admin.asks import Asks
-from dormouse.router.admin.deploying import Deploying, spec_of, within_quota
+from dormouse.router.admin.deploying import Deploying, DeployPlan, spec_of, within_quota
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
@@ -32,6 +33,10 @@ from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
+from dormouse.schemas.options import FILE
+
+
+NOTE_CHARS: Final = 1000
 
 
 class Node(Protocol):
@@ -65,20 +70,26 @@ class Deploys:
         """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
         with self._permits.audited(caller, act, act.name):
             await self._permits.may_informed(caller, act)
-            base = self._base(caller, act.settings.base)
-            spec = self._spec(caller, act, base)
-            below = ADAPTER if base is not None else ""
-            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below, spec.tenant)
+            planned = partial(self._plan, caller, act)
+            first = planned(act.file)
+            below = ADAPTER if first.settings.base else ""
+            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below, first.spec.tenant)
+
+            def again(file: str) -> DeployPlan:
+                plan = planned(file)
+                if plan.spec.tenant != first.spec.tenant:
+                    text = f"{FILE} names tenant {plan.spec.tenant!r}; over HTTP that is said beside it: &tenant="
+                    raise refuse(400, "bad_request", text)
+                return plan
+
             deploying = Deploying(
                 self._keeper,
                 self._asks,
-                spec,
                 begun,
-                lambda: self._may_deploy(caller, spec),
-                act.settings,
-                base,
+                again,
+                act.file,
                 self._environments,
-                partial(self._printed, caller, spec),
+                partial(self._printed, caller, first.spec),
             )
             try:
                 yield deploying
@@ -117,10 +128,22 @@ class Deploys:
             raise refuse(404, "unknown_base", text)
         return self._picture.functions[name].spec
 
-    def _spec(self, caller: Caller, act: a.Deploy, base: FunctionSpec | None) -> FunctionSpec:
-        """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
+    def _plan(self, caller: Caller, act: a.Deploy, file: str) -> DeployPlan:
+        """Whether it may be, and what it will be. Raises HttpError."""
         try:
-            spec = spec_of(act, self._config.node.isolation, base)
+            if len(act.note) > NOTE_CHARS:
+                raise ConfigError(f"the note has {len(act.note):,} characters; write at most {NOTE_CHARS:,}")
+            said, of_file = options.flat(act.options), options.of_file(file)
+            before = self._before(caller, act.name, said, of_file)
+            settled = options.settle(said, of_file, before, act.reset)
+            base = self._base(caller, settled.settings.base)
+            try:
+                spec = spec_of(act.name, act.entry, settled.settings, self._config.node.isolation, base)
+            except ConfigError as error:
+                if before is None or not settled.kept:
+                    raise
+                text = f"{error} (kept of version {before.version}: {', '.join(settled.kept)}; --reset ends that)"
+                raise ConfigError(text) from None
             if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
                 spec = structs.replace(spec, tenant=caller.tenant)
             spec = within_quota(spec, tenants.quota_nbytes(self._config, spec.tenant))
@@ -128,7 +151,19 @@ class Deploys:
             raise refuse(400, "bad_request", str(error)) from None
         self._may_deploy(caller, spec)
         self._vault.may_use(caller, spec)
-        return spec
+        spec = structs.replace(spec, options=settled.options, of_file=settled.of_file, note=act.note)
+        says = _says(before, spec) | ({"kept": [*settled.kept]} if before else {})
+        return DeployPlan(spec, base, settled.settings, says)
+
+    def _before(self, caller: Caller, name: str, said: options.Flat, of_file: options.Flat) -> FunctionSpec | None:
+        """The version whose options a new one keeps: of the same tenant, and of the same kind."""
+        function = self._picture.functions.get(name)
+        if function is None or not caller.sees(name, function.spec.tenant):
+            return None
+        spec = function.spec
+        tenant = said.get("tenant", of_file.get("tenant", caller.tenant or spec.tenant))
+        same = tenant == spec.tenant and options.kind_of(spec) == options.kind_said(said)
+        return spec if same else None
 
     def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
         """Raises HttpError."""
@@ -161,9 +196,10 @@ class Deploys:
         spec = found[-1].spec
         self._may_deploy(caller, spec)
         self._vault.has(spec)
+        says = _says(self._versions(caller, act.name)[-1].spec, spec)
         settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
         assert settled.spec is not None
-        answer = {"name": act.name, "version": settled.spec.version, "as": spec.version}
+        answer = {"name": act.name, "version": settled.spec.version, "as": spec.version, **says}
         return answer | ({"warning": settled.warning} if settled.warning else {})
 
     def _versions(self, caller: Caller, name: str) -> list[Version]:
@@ -187,4 +223,10 @@ def _version(version: Version) -> dict[str, Any]:
         "secrets": list(spec.secrets),
         "environment": spec.environment,
         "network": spec.network,
+        "note": spec.note,
     }
+
+
+def _says(before: FunctionSpec | None, spec: FunctionSpec) -> dict[str, Any]:
+    """What a deploy changes of the options, with which one of a new name begins."""
+    return {"changes": options.changes({} if before is None else options.had(before), options.had(spec))}

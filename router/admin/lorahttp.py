@@ -51,8 +51,8 @@ async def load(admin: Admin, caller: Caller, x: Exchange) -> None:
     if asked.base_model_name is None and len(bases) != 1:
         text = f"name the adapter's base in base_model_name, one of {', '.join(bases[:10]) or 'none that is deployed'}"
         raise refuse(400, "invalid_value", text)
-    settings = a.Settings(base=asked.base_model_name or bases[0])
-    act = a.Deploy(name=asked.lora_name, entry=modelfolder.ADAPTER_CONFIG, settings=settings)
+    base = asked.base_model_name or bases[0]
+    act = a.Deploy(name=asked.lora_name, entry=modelfolder.ADAPTER_CONFIG, options={"base": base})
     async with admin.deploys.deploying(caller, act) as deploying:
         try:
             found = _find(admin.deploys.adapters, asked.lora_path)

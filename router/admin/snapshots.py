@@ -250,6 +250,10 @@ class Upload:
         self._snapshots.put(self.tree, self._tenant, -self._spooled)
         self._spooled = 0
 
+    def own(self, name: str) -> Path:
+        """Where a file that came is, if it came."""
+        return self._place / name
+
     @property
     def content(self) -> str:
         """Equal for equal files with equal names."""

@@ -189,6 +189,9 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()  # names of its tenant's secrets, which its instances have as variables
     environment: str = ""  # the key of its own libraries
     network: bool = False  # its instances see the machine's
+    options: dict[str, str | int | float | bool] | None = None  # what it was deployed with, flat; None: not known
+    of_file: tuple[str, ...] = ()  # which of these are what ``dormouse.toml`` says
+    note: str = ""  # of who has deployed it, for people
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

@@ -68,7 +68,8 @@ def test_an_earlier_version_is_deployed_again(node: TestNode) -> None:
     f = History(node, "again", 1, 2, 3, 4)
     assert f.versions == [4, 3, 2]
     f.keeps(3)
-    assert f.roll_back(0) == {"name": "again", "version": 5, "as": 3}
+    changes = [{"option": "deadline", "old": "4s", "new": "3s"}]
+    assert f.roll_back(0) == {"name": "again", "version": 5, "as": 3, "changes": changes}
     f.expect(3)
     assert node.status()["functions"]["again"]["deadline_ms"] == 3000
     assert f.versions == [5, 4, 2]
@@ -112,6 +113,59 @@ def test_a_removed_function_takes_its_versions_along(node: TestNode) -> None:
     )
 
 
+OPTIONS = """
+import os
+def handle(state, request):
+    return [os.environ.get(name) for name in ("MODE", "FROM_FILE", "TOKEN")]
+"""
+
+
+def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -> None:
+    node.admin.set_secret("", "TOKEN", "the secret")
+    own = node.folder("options")
+    (own / "f.py").write_text(OPTIONS)
+    found = FunctionFolder(own, "f.py", False)
+
+    def deploy(**more: Any) -> tuple[list[tuple[str, str | None, str | None]], list[str]]:
+        options = more.pop("options", {})
+        answer = node.admin.deploy("options", found, options, **more)
+        return [(row["option"], row["old"], row["new"]) for row in answer["changes"]], answer.get("kept", [])
+
+    def served() -> list[Any]:
+        spec = node.admin.functions()
+        (row,) = [row for row in spec if row["name"] == "options"]
+        return [row["deadline_ms"], *orjson.loads(node.admin.invoke("options", b"1"))]
+
+    said = {"deadline": "50ms", "env": {"MODE": "fast"}, "secrets": ("TOKEN",), "timeout": "5s"}
+    deploy(options=said)
+    assert served() == [50, "fast", None, "the secret"]
+    assert deploy() == ([], ["deadline", "env.MODE", "secret.TOKEN", "timeout"])
+    assert served() == [50, "fast", None, "the secret"]
+    node.kill_all()
+    node.start()
+    (own / "dormouse.toml").write_text('deadline = "70ms"\n[env]\nFROM_FILE = "yes"\n')
+    changes, kept = deploy(reset=["timeout"])
+    assert changes == [("deadline", "50ms", "70ms"), ("env.FROM_FILE", None, "set"), ("timeout", "5s", "1m")]
+    assert kept == ["env.MODE", "secret.TOKEN"]
+    assert served() == [70, "fast", "yes", "the secret"]
+    (own / "dormouse.toml").write_text("dead = 1\n")
+    with pytest.raises(CallRefused, match=r"^dormouse\.toml:1: dead is no option of a deploy"):
+        deploy()
+    (own / "dormouse.toml").unlink()
+    assert deploy() == (
+        [("deadline", "70ms", "1s"), ("env.FROM_FILE", "set", None)],
+        ["env.MODE", "secret.TOKEN"],
+    )
+    deploy(options={"stateless": True, "max_instances": 2}, note="1a2b3c")
+    with pytest.raises(
+        CallRefused, match=r"^max_instances is 2.* \(kept of version 5: .*max_instances.*; --reset ends"
+    ):
+        deploy(reset=["stateless"])
+    node.admin.roll_back("options", 3)
+    assert served() == [70, "fast", "yes", "the secret"]
+    assert [row["note"] for row in node.admin.versions("options")] == ["", "1a2b3c", ""]
+
+
 def test_the_same_over_http(node: TestNode) -> None:
     f = History(node, "http", 1, 2)
     key = node.admin.create_key(Wish(scopes=("deploy",)))["key"]
@@ -121,7 +175,7 @@ def test_the_same_over_http(node: TestNode) -> None:
         return node.http(method, f"/admin/{path}", headers=auth)
 
     assert [row["version"] for row in asked("GET", "functions/http/versions").body["versions"]] == f.versions == [2, 1]
-    assert asked("POST", "functions/http/rollback").body == {"name": "http", "version": 3, "as": 1}
+    assert asked("POST", "functions/http/rollback").body["as"] == 1
     assert asked("POST", "functions/http/rollback?version=999").code == "unknown_version"
     assert asked("POST", "functions/http/rollback?version=two").code == "bad_request"
     assert asked("POST", "functions/http/rollback?to=2").code == "bad_request"

@@ -41,6 +41,7 @@ from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ProcessFailed
 from dormouse.schemas.messages import AnswerBegun, FunctionSpec, LlmSettings, PoolStats, TokenCounts
+from dormouse.schemas.options import OPTIONS
 
 FUNCTION = {
     "name": "f",
@@ -640,7 +641,7 @@ def test_a_deploy_that_does_not_load_says_why_once_and_what_goes_on(
     (tmp_path / "function.py").write_text("def handle(s, r): pass\n")
     report = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'cowsay'"
 
-    def deploy(self: AdminClient, *_: Any) -> None:
+    def deploy(self: AdminClient, *_: Any, **__: Any) -> None:
         _[-1](b"--- instance 1-1 starts\n" + report.encode() + b"\n")
         raise CallRefused(422, "load_failed", report)
 
@@ -726,8 +727,8 @@ def test_deploy(dormouse: Any, node: Node, tmp_path: Path) -> None:
     assert isinstance(act, a.Deploy)
     assert (act.name, act.entry) == ("f", "f.py")
     assert node.files == {"f.py": b"def load(): ...\n"}
-    wanted = {"deadline": "80ms", "percentile": 99, "idempotent": True, "stateless": True, "max_instances": 0}
-    assert {key: getattr(act.settings, key) for key in wanted} == wanted
+    wanted = {"deadline": "80ms", "percentile": 99, "idempotent": True, "stateless": True}
+    assert act.options == wanted
 
 
 def test_deploy_says_which_hidden_files_stay(dormouse: Any, node: Node, tmp_path: Path) -> None:
@@ -752,7 +753,7 @@ def test_deploy_says_which_hidden_files_stay(dormouse: Any, node: Node, tmp_path
 
 def test_every_setting_is_an_option_of_deploy() -> None:
     options = {option.name for option in cli_deploy.deploy.params}
-    assert set(a.Settings.__struct_fields__) <= options
+    assert set(OPTIONS) <= options
 
 
 def test_deploy_of_a_file_that_is_not_there_or_not_text(dormouse: Any, tmp_path: Path) -> None:
@@ -775,7 +776,7 @@ def test_deploy_of_a_language_model(dormouse: Any, node: Node, tmp_path: Path) -
     (act, *_) = node.asked
     assert isinstance(act, a.Deploy)
     assert act.entry == "config.json"
-    assert (act.settings.llm, act.settings.convert, act.settings.context, act.settings.ttft) == (True, True, 512, "1s")
+    assert act.options == {"llm": True, "convert": True, "context": 512, "ttft": "1s"}
     assert sorted(node.files) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
 
 
@@ -836,7 +837,7 @@ def test_logs_are_searched_and_asked_since_when(dormouse: Any, node: Node) -> No
 
 def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     rows = [line.split("\t") for line in dormouse("history", "f").out.splitlines()]
-    assert rows[0] == ["version", "deployed", "state", "file", "deadline_ms", "tenant"]
+    assert rows[0] == ["version", "deployed", "state", "file", "deadline_ms", "tenant", "note"]
     assert [(row[0], row[2]) for row in rows[1:]] == [("7", "served"), ("5", "earlier")]
     assert json.loads(dormouse("history", "f", "--json").out) == VERSIONS
     assert dormouse("rollback", "f").out == "f version 8 is deployed: version 5 again\n"
@@ -1034,7 +1035,7 @@ def test_dev_has_the_options_of_deploy() -> None:
         {option.name: option.default for option in command.params if isinstance(option, click.Option)}
         for command in (cli_deploy.deploy, cli_dev.dev)
     )
-    of_models = {"llm", "lora", "base", *cli_deploy.OF_MODELS}
+    of_models = {"llm", "lora", "base", "reset", "note", *cli_deploy.OF_MODELS}
     assert dev == {name: default for name, default in deploy.items() if name not in of_models | {"json_"}} | {
         "name": dev["name"]
     }

@@ -14,7 +14,7 @@ from dormouse.schemas.messages import EmbeddingSettings, LlmSettings
 
 
 def spec(entry: str = "config.json", **settings: Any) -> LlmSettings | None:
-    return spec_of(a.Deploy(name="chat", entry=entry, settings=a.Settings(**settings))).llm
+    return spec_of("chat", entry, a.Settings(**settings)).llm
 
 
 def test_a_language_models_settings() -> None:
@@ -27,8 +27,7 @@ def test_a_language_models_settings() -> None:
 
 
 def test_a_model_that_makes_embeddings_is_no_language_model() -> None:
-    act = a.Deploy(name="e", entry="config.json", settings=a.Settings(llm=True, embedding=True, context=64))
-    found = spec_of(act)
+    found = spec_of("e", "config.json", a.Settings(llm=True, embedding=True, context=64))
     assert (found.llm, found.embedding) == (None, EmbeddingSettings(context=64))
     assert found.stateless  # so it may have several instances
 
@@ -42,11 +41,11 @@ def test_d1_a_quota_is_not_its_authors_alone_to_choose() -> None:
     assert [tenants.quota_nbytes(node, name) >> 20 for name in ("a", "b")] == [2048, 1536]
     assert tenants.quota_nbytes(structs.replace(node, node=NodeSection()), "b") == 3 << 30
     assert tenants.quota_nbytes(structs.replace(node, limits=LimitsSection(quota="5MiB")), "a") == 5 << 20
-    asked = spec_of(a.Deploy(name="f", entry="f.py", settings=a.Settings(quota="2GiB")))
+    asked = spec_of("f", "f.py", a.Settings(quota="2GiB"))
     assert within_quota(asked, 2 << 30) is asked
     with pytest.raises(ConfigError, match=r"^quota is 2\.0 GiB; this node grants tenant 'default' at most 1\.5 GiB \("):
         within_quota(asked, 1536 << 20)
-    unasked = spec_of(a.Deploy(name="f", entry="f.py", settings=a.Settings(quota="1GiB")))
+    unasked = spec_of("f", "f.py", a.Settings(quota="1GiB"))
     assert within_quota(unasked, 5 << 20).quota_nbytes == 5 << 20
 
 

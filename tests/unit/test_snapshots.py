@@ -24,7 +24,6 @@ from dormouse.router.admin.deploying import Deploying
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import BLOB_NBYTES, Snapshots, Upload
 from dormouse.router.front.exchange import HttpError
-from dormouse.schemas.admin import Settings
 
 BIG = os.urandom(BLOB_NBYTES)
 
@@ -261,7 +260,7 @@ def test_d1_what_a_tenants_folders_have_together_is_bounded(snapshots: Snapshots
 def test_d1_an_archive_counts_as_it_comes(snapshots: Snapshots) -> None:
     all_ = bounded(snapshots)
     upload, none = all_.begin("f", tenant="a"), None
-    deploying = Deploying(Keeper(all_), none, none, upload, none, Settings())  # type: ignore[arg-type]
+    deploying = Deploying(Keeper(all_), none, upload, none)  # type: ignore[arg-type]
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(6):
@@ -292,7 +291,7 @@ def test_an_archive_that_the_disk_does_not_take_leaves_nothing(
     half.symlink_to("/dev/full")
     monkeypatch.setattr(snapshots, "half", lambda: half)
     none: Any = None
-    deploying = Deploying(Keeper(snapshots), none, none, upload, none, Settings())
+    deploying = Deploying(Keeper(snapshots), none, upload, none)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"small enough for a buffer"
