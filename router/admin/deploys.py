@@ -35,7 +35,6 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 from dormouse.schemas.options import FILE
 
-
 NOTE_CHARS: Final = 1000
 
 
@@ -151,7 +150,8 @@ class Deploys:
             raise refuse(400, "bad_request", str(error)) from None
         self._may_deploy(caller, spec)
         self._vault.may_use(caller, spec)
-        spec = structs.replace(spec, options=settled.options, of_file=settled.of_file, note=act.note)
+        keeps = settled.options | ({} if spec.tenant == a.Settings().tenant else {"tenant": spec.tenant})
+        spec = structs.replace(spec, options=keeps, of_file=settled.of_file, note=act.note)
         says = _says(before, spec) | ({"kept": [*settled.kept]} if before else {})
         return DeployPlan(spec, base, settled.settings, says)
 
