@@ -3,6 +3,8 @@
 import os
 import resource
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from small_disk import fill, node_on_small_disk
 
 from dormouse.core.node import procfs
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)
 
+CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\nversions = 2\n[record]\npath = "recording"\n'
+MANY = 'tenants = "many"\nopen_loopback = true'
 VALUE = "hf_the-secret-of-the-shop"
 FUNCTION = """
 import os, subprocess, sys
@@ -36,8 +40,7 @@ def handle(found, request):
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    config = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n[limits]\nversions = 2\n[record]\npath = "recording"\n'
-    with running_node(config, node='tenants = "many"\nopen_loopback = true') as running:
+    with running_node(CONFIG, node=MANY) as running:
         yield running
 
 
@@ -296,3 +299,32 @@ def test_a_node_without_its_key_says_so_and_serves_the_others(node: TestNode) ->
     finally:
         os.rename(node.state / "away", key)
     assert node.deploy("a-own", FUNCTION, tenant="shop", secrets=("SHOP",)).status == 200
+
+
+def test_a_backup_of_a_node_that_runs_is_another_node(node: TestNode, tmp_path: Path) -> None:
+    """With functions and their versions, secrets and keys, in another place."""
+    node.admin.set_secret("", "TOKEN", VALUE)
+    assert _deploy(node, env={"MODE": "slow"}).status == 200
+    assert _deploy(node, secrets=("TOKEN",)).status == 200
+    key = node.admin.create_key(Wish(scopes=("invoke",), functions=("f",)))
+    file = tmp_path / "backup.tar"
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run)]
+    done = subprocess.run([*command, "backup", str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{file} has ")
+    assert node.result("f", 0)["TOKEN"] == VALUE, "it goes on"
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)
+        other = TestNode(Path(directory), CONFIG, node=MANY)
+        into = ["restore", str(file), "--config", str(other.file)]
+        done = subprocess.run([*command, *into], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        with kept_running(other):
+            assert other.result("f", 0) == {"TOKEN": VALUE, "MODE": None, "PLAIN": None}
+            other.admin.roll_back("f", 0)
+            assert other.result("f", 0) == {"TOKEN": None, "MODE": "slow", "PLAIN": None}
+            assert other.admin.revoke_key(key["id"])["id"] == key["id"]
+            done = subprocess.run([*command, *into], capture_output=True, text=True)
+            assert (done.returncode, "is not empty (a node's state is in it)" in done.stderr) == (1, True)
+    assert node.result("f", 0)["TOKEN"] == VALUE
+    node.admin.revoke_key(key["id"])

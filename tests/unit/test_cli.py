@@ -1192,6 +1192,7 @@ def test_a_deploy_without_a_name_says_how_it_is_written(dormouse: Any, tmp_path:
 
 HOSTILE: Final = "\x1b]0;all is well\x07\x9b31m\u202e\r[bold]x[/]"
 ARGUMENTS: Final = {
+    "backup": ("NOWHERE",),
     "bench": ("f", "1"),
     "completion": ("bash",),
     "cost": (),
@@ -1215,6 +1216,7 @@ ARGUMENTS: Final = {
     "policy": (),
     "replay": ("NOWHERE",),
     "requests": (),
+    "restore": ("TOKEN", "--state", "NOWHERE"),
     "restart": ("f",),
     "rm": ("f", "-y"),
     "rollback": ("f",),
@@ -1230,7 +1232,7 @@ ARGUMENTS: Final = {
 }
 CHOSEN: Final = ("error", "warning", "code", "file", "name", "function", "id", "y")
 ASK_NO_NODE: Final = {
-    *("completion", "doctor", "down", "install-service", "replay", "run", "simulate", "top", "up"),
+    *("backup", "restore", "completion", "doctor", "down", "install-service", "replay", "run", "simulate", "top", "up"),
 }
 """Or not here: `top` wants a terminal, `run` a node's sockets, the others a file or a node's processes."""
 
