@@ -3,13 +3,13 @@
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import Reader, commands
 from small_disk import fill, node_on_small_disk
 
 from dormouse.core.node import procfs
@@ -307,24 +307,21 @@ def test_a_backup_of_a_node_that_runs_is_another_node(node: TestNode, tmp_path: 
     assert _deploy(node, env={"MODE": "slow"}).status == 200
     assert _deploy(node, secrets=("TOKEN",)).status == 200
     key = node.admin.create_key(Wish(scopes=("invoke",), functions=("f",)))
-    file = tmp_path / "backup.tar"
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run)]
-    done = subprocess.run([*command, "backup", str(file)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{file} has ")
-    assert node.result("f", 0)["TOKEN"] == VALUE, "it goes on"
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)
         other = TestNode(Path(directory), CONFIG, node=MANY)
-        into = ["restore", str(file), "--config", str(other.file)]
-        done = subprocess.run([*command, *into], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+        reader = Reader(Path(directory), tmp_path / "reader", node)
+        write, restore = commands("docs/backup.md")
+        assert reader.types(write).startswith("mouse.tar has ")
+        assert node.result("f", 0)["TOKEN"] == VALUE, "it goes on"
+        assert " start a node on it " in reader.types(restore)
+        (Path(directory) / "new").rename(other.state)
         with kept_running(other):
             assert other.result("f", 0) == {"TOKEN": VALUE, "MODE": None, "PLAIN": None}
             other.admin.roll_back("f", 0)
             assert other.result("f", 0) == {"TOKEN": None, "MODE": "slow", "PLAIN": None}
             assert other.admin.revoke_key(key["id"])["id"] == key["id"]
-            done = subprocess.run([*command, *into], capture_output=True, text=True)
-            assert (done.returncode, "is not empty (a node's state is in it)" in done.stderr) == (1, True)
+            status, _, said = reader.tries(f"dormouse restore mouse.tar --config {other.file}")
+            assert (status, "is not empty (a node's state is in it)" in said) == (1, True)
     assert node.result("f", 0)["TOKEN"] == VALUE
     node.admin.revoke_key(key["id"])
