@@ -8,7 +8,7 @@ import os
 import re
 import ssl
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from dormouse.core.keys import KeyFile
 from dormouse.core.paths import StatePaths
@@ -44,6 +44,26 @@ def slips(node: "NodeSection") -> Iterator[tuple[str, str]]:
         yield ("tls_key" if node.tls_cert else "tls_cert"), "is missing; TLS needs both tls_cert and tls_key"
     if node.open_loopback and (node.behind_proxy or not is_loopback(node.host)):
         yield "open_loopback", "is for a node that only this machine reaches; leave it out, and give clients keys"
+
+
+WithoutKey = Literal["anybody", "until the first key", "nobody"]
+UNTIL_FIRST: Final = "until the first key"
+
+WHO: Final[dict[str, str]] = {
+    "anybody": "who calls from this machine needs no key",
+    UNTIL_FIRST: "who calls from this machine needs no key, until the first one is made",
+    "nobody": "every request needs a key",
+}
+"""For people."""
+
+
+def without_key(node: "NodeSection", keys_wanted: bool) -> WithoutKey:
+    """Who of this machine invokes without a key; of others, nobody ever does. ``keys_wanted``: there was a key once."""
+    if node.behind_proxy or not is_loopback(node.host):
+        return "nobody"
+    if node.open_loopback:
+        return "anybody"
+    return "nobody" if keys_wanted else UNTIL_FIRST
 
 
 def check(config: "NodeConfig") -> None:

@@ -10,13 +10,13 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, get_args
 
 import msgspec
 
 from dormouse.core.names import NAME
+from dormouse.core.times import utc
 from dormouse.core.wholefile import write_whole
 from dormouse.schemas.admin import Scope, Wish
 from dormouse.schemas.errors import ConfigError
@@ -97,14 +97,10 @@ def shown(key: Key) -> dict[str, Any]:
         "rate_s": key.rate_s or None,
         "burst": key.burst or None,
         "note": key.note,
-        "made": _when(key.made_s),
+        "made": utc(key.made_s),
         "made_by": key.made_by,
-        "revoked": None if key.revoked_s is None else _when(key.revoked_s),
+        "revoked": None if key.revoked_s is None else utc(key.revoked_s),
     }
-
-
-def _when(unix_s: float) -> str:
-    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 class KeyFile:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterable
-from datetime import datetime
 from typing import Any, Final
 
 import click
@@ -48,11 +47,6 @@ def over(text: str) -> None:
 def clear() -> None:
     """The screen, for a new one."""
     own(sys.stdout).write("\033[2J\033[1;1H")
-
-
-def when(seconds: float) -> str:
-    """A time of the Unix clock."""
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
 
 
 def _fitted(columns: list[str], cells: list[list[str]], width: int) -> list[int] | None:

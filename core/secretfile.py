@@ -14,12 +14,12 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from dormouse.core.times import utc
 from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
@@ -54,8 +54,7 @@ class SealedSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def shown(self) -> dict[str, Any]:
         """What people may see: all but the value."""
-        when = f"{datetime.fromtimestamp(self.set_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
-        return {"name": self.name, "tenant": self.tenant, "set": when, "set_by": self.set_by}
+        return {"name": self.name, "tenant": self.tenant, "set": utc(self.set_s), "set_by": self.set_by}
 
 
 def checked_variable(name: str, what: str) -> str:

@@ -3,14 +3,15 @@ of the two zygotes fork it. When one starts is the policy's to decide.
 """
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from dormouse.core.masking import SecretMask
+from dormouse.core.times import utc
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.snapshots import Snapshots
 from dormouse.router.admin.vault import Vault, variables_file
@@ -66,9 +67,7 @@ class InstanceStarts:
                 os.close(variables)
             self._failed(name, f" ({error}; free space, and inodes, in [node] run)")
             return
-        log.write(
-            f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
-        )
+        log.write(f"--- instance {name} of version {spec.version} starts, {utc(time.time())}\n".encode())
         host.mask = SecretMask(secrets)
         pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask))
         folder = self._snapshots.tree(spec.name, spec.snapshot)

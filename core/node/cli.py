@@ -29,7 +29,18 @@ from dormouse.core.node import (
     cli_service,
     cli_versions,
 )
-from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
+from dormouse.core.node.cli_frame import (
+    FAILED,
+    INTERRUPTED,
+    NOT_FOUND,
+    REFUSED,
+    UNREACHABLE,
+    USAGE,
+    CommandContext,
+    begin,
+    json_wanted,
+    show_failure,
+)
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.terminal import harmless_streams
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
@@ -94,7 +105,10 @@ for command in (
     cli.add_command(command)
 
 
-def leave(status_: int, message: str) -> NoReturn:
+def leave(status_: int, message: str, code: str = "", text: str = "") -> NoReturn:
+    """``code``: of JSON, in which ``text`` stands for the message; "": nothing can be printed any more."""
+    if code and json_wanted():
+        show_failure(code, text or message)
     click.echo(f"dormouse: {message}", err=True)
     sys.exit(status_)
 
@@ -111,27 +125,32 @@ def main() -> None:
 
 
 def _carried_out() -> None:
-    """Errors become one line and an exit status."""
+    """Errors become one line and an exit status; with --json, JSON on the standard output beside that."""
+    begin()
     try:
         cli.main(prog_name="dormouse", standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as error:
-        leave(INTERRUPTED, "; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]))
+        leave(INTERRUPTED, "; ".join(["interrupted", *map(str, (error.__cause__ or error).args)]), "interrupted")
     except click.ClickException as error:
+        if json_wanted(error if isinstance(error, click.UsageError) else None):
+            context = getattr(error, "ctx", None)
+            hint = f"see {context.command_path} --help" if context is not None else ""
+            show_failure("usage", error.format_message(), hint)
         error.show()
         sys.exit(USAGE)
     except Unreachable as error:
-        leave(UNREACHABLE, str(error))
+        leave(UNREACHABLE, str(error), "unreachable")
     except CallRefused as error:
         by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
-        leave(by_status.get(error.status, FAILED), f"{error.code}: {error}")
+        leave(by_status.get(error.status, FAILED), f"{error.code}: {error}", error.code, str(error))
     except Unsafe as error:
-        leave(REFUSED, " ".join(str(error).splitlines()))
+        leave(REFUSED, " ".join(str(error).splitlines()), "unsafe")
     except ConfigError as error:
-        leave(USAGE, " ".join(str(error).splitlines()))  # names from files may contain anything
+        leave(USAGE, " ".join(str(error).splitlines()), "config")  # names from files may contain anything
     except DormouseError as error:
-        leave(FAILED, str(error))
+        leave(FAILED, str(error), "failed")
     except BrokenPipeError:
         print_no_more()
         sys.exit(FAILED)

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, pass_context
+from dormouse.core.node.cli_frame import CommandContext, json_option, pass_context
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.statusview import told
 from dormouse.core.output import over, show_json, table
@@ -27,7 +27,7 @@ SLICE: Final = ["from", "sent", "late", "p50", "p99", ""]
               help="Requests per second; they arrive at random.")  # fmt: skip
 @click.option("--duration", default="30s", show_default=True, metavar="TIME", help="For so long, e.g. 60s or 5m.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the arrivals.")
-@click.option("--json", "json_", is_flag=True, help="Print JSON: outcomes, and times in milliseconds.")
+@json_option("Print JSON: outcomes, and times in milliseconds.")
 @pass_context
 def bench(context: CommandContext, name: str, request: str, rate: float, duration: str, seed: int, json_: bool) -> None:
     """Send a function requests at a rate, and show its latencies against its deadline.

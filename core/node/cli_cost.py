@@ -1,6 +1,5 @@
 """`dormouse cost`: what functions have used, and what that costs."""
 
-from datetime import datetime
 from typing import Any, Final
 
 import click
@@ -8,6 +7,7 @@ import click
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
+from dormouse.core.times import utc
 
 COLUMNS: Final = [
     "tenant", "function", "requests", "prompt", "completion", "gpu_s", "gpu_GiB_s", "host_GiB_s", "cost",
@@ -51,18 +51,14 @@ def cost(context: CommandContext, name: str | None, since: str, path: str | None
         show_json({key: used[key] for key in ("since_s", "until_s")} | {"currency": prices.currency} | billed)
         return
     if not billed["functions"]:
-        click.echo(f"nothing was used since {_at(used['since_s'])}")
+        click.echo(f"nothing was used since {utc(used['since_s'])}")
         return
-    click.echo(f"from {_at(used['since_s'])} to {_at(used['until_s'])}")
+    click.echo(f"from {utc(used['since_s'])} to {utc(used['until_s'])}")
     rows = [_row(row, row["tenant"], row["function"], prices) for row in billed["functions"]]
     if len(billed["tenants"]) > 1:
         rows += [_row(row, row["tenant"], "(all)", prices) for row in billed["tenants"]]
     rows.append(_row(billed["total"], "", "total", prices))
     table(rows, COLUMNS if path is not None else COLUMNS[:-1])
-
-
-def _at(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="minutes")
 
 
 def _row(row: dict[str, Any], tenant: str, function: str, prices: Any) -> dict[str, str]:

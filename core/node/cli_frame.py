@@ -1,9 +1,10 @@
 """What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -13,7 +14,48 @@ if TYPE_CHECKING:
 FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_wanted: list[str] = []
+"""Has "json" once a command has been told so: failures are JSON, too, wherever they come from."""
+
+
+def _remember(context: click.Context, option: click.Parameter, given: bool) -> bool:
+    if given:
+        _wanted.append("json")
+    return given
+
+
+def json_option(help: str) -> Callable[[Command], Command]:
+    return click.option("--json", "json_", is_flag=True, is_eager=True, callback=_remember, help=help)
+
+
+as_json = json_option("Print JSON, also of what fails.")
+
+
+def begin() -> None:
+    """Another command, in the same process."""
+    _wanted.clear()
+
+
+def json_wanted(slip: click.UsageError | None = None) -> bool:
+    """Whether this command prints JSON; of one that could not be read, whether it was told to."""
+    if slip is None or slip.ctx is None:
+        return bool(_wanted)
+    return "--json" in sys.argv and any(option.name == "json_" for option in slip.ctx.command.params)
+
+
+def show_failure(code: str, text: str, hint: str = "") -> None:
+    """On the standard output, as the node says it over HTTP. ``hint``: what can be done."""
+    from dormouse.core.output import show_json
+
+    show_json({"error": failure(code, text, hint)})
+
+
+def failure(code: str, text: str, hint: str = "") -> dict[str, str | None]:
+    """As JSON has it, once: a command that prints this itself says no more of it."""
+    begin()
+    return {"code": code, "message": text, "hint": hint or text.partition("; ")[2] or None}
 
 
 @contextmanager

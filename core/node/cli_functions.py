@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.cli_frame import CommandContext, as_json, failure, json_option, pass_context
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -59,7 +59,7 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--type", "kind", help="Content type of the request.  [default: by FILE's name, else JSON]")
 @click.option("--detach", is_flag=True, help="Do not wait: print a job's id, for `dormouse job`.")
-@click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
+@json_option("Print JSON: the function, its answer and the milliseconds.")
 @pass_context
 def invoke(context: CommandContext, name: str, request: str, kind: str | None, detach: bool, json_: bool) -> None:
     """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams; or
@@ -193,7 +193,9 @@ def rm(context: CommandContext, names: tuple[str, ...], yes: bool, config: str |
             if not json_:
                 click.echo(f"{name} is removed")
     if json_:
-        show_json({"removed": removed, "failed": {name: str(error) for name, error in failed.items()}})
+        said: dict[str, Any] = {"removed": removed, "failed": {name: str(error) for name, error in failed.items()}}
+        first = next(iter(failed.values()), None)
+        show_json(said | ({} if first is None else {"error": failure(first.code, str(first))}))
     for refused in failed.values():
         raise refused
 

@@ -1,11 +1,19 @@
 """`dormouse keys create`, `ls` and `revoke`: options and printing; the rest is core/node/keyscommand.py."""
 
-from typing import Any
+import sys
+from typing import Any, Final
 
 import click
 
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.output import show_json, table
+
+FIRST_KEY: Final = (
+    "this is the node's first key: from now on nobody invokes, reads /metrics or watches the dashboard without a key, "
+    "also after the key is revoked; `[node] open_loopback = true` in the node file, and `dormouse up --replace`, keep "
+    "that open for this machine"
+)
 
 
 @click.group()
@@ -35,14 +43,26 @@ node_file = click.option("--config", metavar="NODE.toml", help="The node's file,
 @click.option("--rate", "rate_s", type=float, default=0.0, metavar="PER_S", help="Requests per second, at most.")
 @click.option("--burst", type=int, default=0, help="How many of them at once.  [default: as many as in a second]")
 @click.option("--note", default="", help="For people: whose it is.")
+@click.option("-y", "--yes", is_flag=True, help="Also if it is the first key, which ends requests without one.")
 @node_file
 @as_json
 @pass_context
-def keys_create(context: CommandContext, /, config: str | None, json_: bool, **wish: Any) -> None:
-    """Make a key and print it. It is shown this once: the node keeps only a hash."""
+def keys_create(context: CommandContext, /, yes: bool, config: str | None, json_: bool, **wish: Any) -> None:
+    """Make a key and print it. It is shown this once: the node keeps only a hash.
+
+    The first key changes who may invoke: from then on nobody does without one, also after it is revoked. So it is
+    asked for, or wants -y where nobody can be asked.
+    """
     from dormouse.core.node import keyscommand
 
-    made = keyscommand.create(keyscommand.Target(context.run, context.node, config), wish)
+    target = keyscommand.Target(context.run, context.node, config)
+    if keyscommand.closes(target):
+        if not yes and not sys.stdin.isatty():
+            raise CallRefused(409, "first_key", f"{FIRST_KEY}. If that is meant, say -y; nothing was changed")
+        click.echo(FIRST_KEY, err=True)
+        if not yes:
+            click.confirm("Make it?", abort=True, err=True)
+    made = keyscommand.create(target, wish)
     if json_:
         show_json(made)
     else:

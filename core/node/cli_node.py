@@ -170,6 +170,8 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  down (why, by process that does not start)
                  instances requests_open missing draining
                  disk_free_nbytes (where the state directory is)
+                 without_key (who of this machine invokes without one:
+                 anybody, until the first key, nobody)
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes kv_nbytes (of language models,
                  when a lease last began or ended)
@@ -284,12 +286,19 @@ def _value(text: str) -> str | int | float | bool:
 @as_json
 @pass_context
 def doctor(context: CommandContext, config: str | None, json_: bool) -> None:
-    """Say what a node would use here and what is missing."""
+    """Say what a node would use here and what is missing.
+
+    Of the node that the other commands speak to, if it runs: with the settings that it was started with. --config
+    examines for another node file.
+    """
     from dormouse.core.node import doctor as doctor_
     from dormouse.core.node import nodeprocess
 
     node = nodeprocess.config_of(config, context.node, context.run)
-    findings = doctor_.examine(node, nodeprocess.running_pid(node.run_directory) is not None)
+    running = nodeprocess.running_pid(node.run_directory) is not None
+    if running and config is None:
+        node = doctor_.of_running(node.run_directory) or node
+    findings = doctor_.examine(node, running)
     if json_:
         click.echo(doctor_.as_json(findings))
     else:

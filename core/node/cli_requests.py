@@ -6,7 +6,8 @@ import click
 
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
-from dormouse.core.output import show_answer, show_bytes, show_json, table, when
+from dormouse.core.output import show_answer, show_bytes, show_json, table
+from dormouse.core.times import utc
 
 PAST_COLUMNS: Final = ["at", "function", "outcome", "ms", "queue", "wait", "run", "copy", "model", "id"]
 
@@ -34,7 +35,7 @@ def requests(
     """
     rows = context.client.requests(name or "", kind or "", most)
     if json_:
-        show_json(rows)
+        show_json([row | {"at": utc(row["at"])} for row in rows])
     elif rows:
         table([_past(row) for row in rows], [*PAST_COLUMNS, *(["error"] if kind == "failed" else [])])
     else:
@@ -49,7 +50,7 @@ def _past(row: dict[str, Any]) -> dict[str, Any]:
     return (
         row
         | shown
-        | {"at": when(row["at"]), "id": row["id"] or None, "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
+        | {"at": utc(row["at"]), "id": row["id"] or None, "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
     )
 
 
@@ -61,7 +62,7 @@ def jobs(context: CommandContext, name: str | None, json_: bool) -> None:
     """Show the jobs of a function, or of all, the newest first: requests that nobody waits for."""
     rows = context.client.jobs(name or "")
     if json_:
-        show_json(rows)
+        show_json([_job(row) for row in rows])
     elif rows:
         table([_job(row) for row in rows], JOB_COLUMNS)
     else:
@@ -69,7 +70,7 @@ def jobs(context: CommandContext, name: str | None, json_: bool) -> None:
 
 
 def _job(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: when(row[name]) for name in ("created", "ended", "expires") if name in row}
+    return row | {name: utc(row[name]) for name in ("created", "ended", "expires") if name in row}
 
 
 @click.command()
@@ -94,4 +95,4 @@ def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool
             kind, answer = client.result(id)
             show_bytes(kind, (answer,)) if kind else show_answer(answer.removesuffix(b"\n"))
             return
-    show_json(row) if json_ else table([_job(row)], JOB_COLUMNS)
+    show_json(_job(row)) if json_ else table([_job(row)], JOB_COLUMNS)

@@ -5,7 +5,8 @@ import click
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_deploy import show_changes
 from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
-from dormouse.core.output import show_json, table, when
+from dormouse.core.output import show_json, table
+from dormouse.core.times import utc
 
 
 @click.command()
@@ -14,13 +15,12 @@ from dormouse.core.output import show_json, table, when
 @pass_context
 def history(context: CommandContext, name: str, json_: bool) -> None:
     """Show a function's versions that are kept, the newest first: it is served."""
-    rows = context.client.versions(name)
+    rows = [row | {"at": row["at"] and utc(row["at"])} for row in context.client.versions(name)]
     if json_:
         show_json(rows)
         return
     shown = [
-        row | {"deployed": row["at"] and when(row["at"]), "state": "earlier" if number else "served"}
-        for number, row in enumerate(rows)
+        row | {"deployed": row["at"], "state": "earlier" if number else "served"} for number, row in enumerate(rows)
     ]
     table(shown, ["version", "deployed", "state", "file", "deadline_ms", "tenant", "note"])
 

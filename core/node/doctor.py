@@ -24,6 +24,7 @@ from dormouse.core import exposure, torchbuild
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.keys import KeyFile
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.paths import RunPaths, StatePaths
@@ -39,12 +40,28 @@ IMPORTS_S: Final = 180.0
 """As long as `dormouse up` waits for a node, most of which is the same."""
 
 
+LEAST_FREE: Final = {"run": (1 << 20, 16 << 20), "state": (64 << 20, 2 << 30)}
+"""Bytes below which a directory's disk is full, and below which it soon is: a run directory has a few files of
+settings, a state directory logs, functions' folders and models.
+"""
+
+LEAST_INODES: Final = 1000
+"""A node makes a few hundred files at its start."""
+
+
 @dataclass(frozen=True)
 class Finding:
     name: str
     state: str  # "ok" | "warn" | "fail"
     found: str
     advice: str = ""
+
+
+def of_running(run: Path) -> NodeConfig | None:
+    """What the node there was started with; None if this user may not read it."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
+    return None
 
 
 def examine(config: NodeConfig, running: bool) -> list[Finding]:
@@ -67,6 +84,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _models(config),
         _directory(config, "run"),
         _directory(config, "state"),
+        *(_disk(config, what) for what in ("run", "state")),
         _port(config, running),
         _exposure(config),
         Finding("node", "ok", f"{config.node.name!r} {'runs' if running else 'does not run'}"),
@@ -297,6 +315,29 @@ def _directory(config: NodeConfig, what: str) -> Finding:
     return Finding(name, "ok", str(path))
 
 
+def _disk(config: NodeConfig, what: str) -> Finding:
+    """Room where that directory is, or will be: sockets and settings in one, models and deploys in the other."""
+    try:
+        path = config.run_directory if what == "run" else config.state_directory
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        disk = os.statvfs(path)
+    except OSError as error:
+        return Finding(f"{what} disk", "fail", f"{path}: {error.strerror}", f"set [node] {what}")
+    except ConfigError as error:
+        return Finding(f"{what} disk", "fail", str(error), f"set [node] {what}")
+    free, inodes = disk.f_bavail * disk.f_frsize, disk.f_favail
+    said = f"{size(free)} free of {size(disk.f_blocks * disk.f_frsize)}"
+    said += f", {inodes:,} inodes free" if disk.f_files else ""
+    least, low = LEAST_FREE[what]
+    advice = f"free space there, or set [node] {what} to another disk"
+    if free < least or (disk.f_files and inodes < LEAST_INODES):
+        return Finding(f"{what} disk", "fail", f"{said}: a node cannot start, or cannot keep what is deployed", advice)
+    if free < low:
+        return Finding(f"{what} disk", "warn", said, advice)
+    return Finding(f"{what} disk", "ok", said)
+
+
 def _port(config: NodeConfig, running: bool) -> Finding:
     host, port = config.node.host, config.node.port
     if running:  # maybe with a node file that this command was not given
@@ -327,7 +368,12 @@ def _exposure(config: NodeConfig) -> Finding:
         return Finding("exposure", "fail", str(error), "docs/remote-access.md says how others may reach a node")
     reach = "this machine alone" if exposure.is_loopback(node.host) else "others than this machine"
     how = "TLS" if node.tls_cert else "a proxy" if node.behind_proxy else "plain HTTP"
-    return Finding("exposure", "ok", f"{reach}, by {how}")
+    try:
+        keys_wanted = KeyFile(StatePaths(config.state_directory).keys).wanted
+    except ConfigError as error:
+        return Finding("exposure", "warn", f"{reach}, by {how}; {error}", "say this to whoever runs the node")
+    who = exposure.WHO[exposure.without_key(node, keys_wanted)]
+    return Finding("exposure", "ok", f"{reach}, by {how}; {who}")
 
 
 def as_json(findings: list[Finding]) -> str:

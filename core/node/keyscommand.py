@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from dormouse.core import exposure
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import lock, open_directory
+from dormouse.core.exposure import UNTIL_FIRST
 from dormouse.core.keys import KeyFile, shown
 from dormouse.core.node import nodeprocess
 from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
@@ -41,7 +43,7 @@ class Target:
 
     @property
     def client(self) -> AdminClient:
-        run = Path(self.run) if self.run is not None else self._config.run_directory
+        run = Path(self.run) if self.run is not None else self.config.run_directory
         return AdminClient(run, PATIENCE_S)
 
     @property
@@ -49,10 +51,10 @@ class Target:
         """The state directory of the node when it does not run. Raises Unreachable if nothing says where that is."""
         if self.run is not None and self.file is None:
             raise Unreachable(f"no node answers in {self.run}; give --config NODE.toml to work without it")
-        return StatePaths(self._config.state_directory)
+        return StatePaths(self.config.state_directory)
 
     @property
-    def _config(self) -> NodeConfig:
+    def config(self) -> NodeConfig:
         return nodeprocess.config_of(self.file, self.node)
 
 
@@ -70,6 +72,14 @@ def offline(state: StatePaths) -> Iterator[KeyFile]:
             os.close(fd)
     except OSError as error:
         raise ConfigError(f"{state.keys}: {error.strerror}; nothing was changed") from error
+
+
+def closes(target: Target) -> bool:
+    """Whether a key, the first one, ends that anybody of this machine invokes without one."""
+    with suppress(Unreachable):
+        return bool(target.client.status()["node"]["without_key"] == UNTIL_FIRST)
+    with offline(target.state) as keys:
+        return exposure.without_key(target.config.node, keys.wanted) == UNTIL_FIRST
 
 
 def create(target: Target, options: dict[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,12 @@ def screen(value: dict[str, Any], height: int) -> None:
 
 
 def head(value: dict[str, Any], found: list[str]) -> None:
+    from dormouse.core.exposure import WHO
+
     node = value["node"]
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
+    if who := WHO.get(node.get("without_key", "")):
+        click.echo(who)
     for text in found:
         problem_line(text)
     for role, ended in node.get("ended", {}).items():

@@ -13,7 +13,7 @@ from typing import Any, Protocol, assert_never
 
 import orjson
 
-from dormouse.core import tenants
+from dormouse.core import exposure, tenants
 from dormouse.core.audit import Audit
 from dormouse.core.keys import KeyFile, shown
 from dormouse.router.access import tenancy
@@ -137,8 +137,8 @@ class Admin:
                 }
             case a.Status():
                 self._permits.may(caller, act)
-                rows, controllers = self._rows(), await self._asks.controller_status()
-                return overview.bounded(tenancy.part_of(caller, overview.status(self._node, rows, controllers)))
+                value = await self._status()
+                return overview.bounded(tenancy.part_of(caller, value))
             case a.Usage():
                 await self._permits.may_informed(caller, act)
                 return await self._usage(caller, act)
@@ -266,8 +266,13 @@ class Admin:
     async def status(self) -> dict[str, Any]:
         """All of the node, for those who watch it: whose part each of them sees is decided by dashboard/watch.py."""
         await self._requests.knows_catalogue()
-        controllers = await self._asks.controller_status()
-        return overview.status(self._node, self._rows(), controllers)
+        return await self._status()
+
+    async def _status(self) -> dict[str, Any]:
+        rows, controllers = self._rows(), await self._asks.controller_status()
+        value = overview.status(self._node, rows, controllers)
+        value["node"]["without_key"] = exposure.without_key(self._node.config.node, self._keys.wanted)
+        return value
 
     def session(self, caller: Caller, ticket: bytes) -> dict[str, str]:
         """The key that a browser has for a link's ticket. Raises HttpError."""

@@ -26,7 +26,7 @@ from dormouse.controller.scheduling.events import Asked, ExecutorUp, FunctionKno
 from dormouse.controller.scheduling.functions import LastEviction
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
-from dormouse.core.config import NodeConfig, NodeSection, TenantSection
+from dormouse.core.config import GpuSection, NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import adminclient, cli, cli_completion, cli_deploy, cli_dev, cli_frame, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
@@ -35,7 +35,9 @@ from dormouse.core.node.statusview import OVERVIEW
 from dormouse.core.output import clear, table
 from dormouse.core.paths import StatePaths
 from dormouse.core.quantities import size
+from dormouse.core.startup import keep_node_config
 from dormouse.core.terminal import harmless_streams
+from dormouse.core.times import utc
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
@@ -839,12 +841,19 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     rows = [line.split("\t") for line in dormouse("history", "f").out.splitlines()]
     assert rows[0] == ["version", "deployed", "state", "file", "deadline_ms", "tenant", "note"]
     assert [(row[0], row[2]) for row in rows[1:]] == [("7", "served"), ("5", "earlier")]
-    assert json.loads(dormouse("history", "f", "--json").out) == VERSIONS
+    assert json.loads(dormouse("history", "f", "--json").out) == [
+        row | {"at": "1970-01-01T00:16:40Z"} for row in VERSIONS
+    ]
     assert dormouse("rollback", "f").out == "f version 8 is deployed: version 5 again\n"
     assert node.asked[-1] == a.Rollback(name="f")
     assert json.loads(dormouse("rollback", "f", "5", "--json").out)["as"] == 5
     assert node.asked[-1] == a.Rollback(name="f", version=5)
     assert dormouse("rollback", "f", "0").status == 2
+
+
+def told(job: dict[str, Any]) -> dict[str, str]:
+    """Its times, as every command tells times."""
+    return {name: utc(job[name]) for name in ("created", "ended") if name in job}
 
 
 def test_jobs(dormouse: Any, node: Node) -> None:
@@ -853,10 +862,10 @@ def test_jobs(dormouse: Any, node: Node) -> None:
     rows = [line.split("\t") for line in dormouse("jobs").out.splitlines()]
     assert rows[0] == ["id", "function", "state", "code", "created", "ended", "expires"]
     assert [row[:4] for row in rows[1:]] == [["j1", "f", "failed", "function_raised"], ["j2", "f", "queued", "-"]]
-    assert json.loads(dormouse("jobs", "f", "--json").out) == JOBS
+    assert json.loads(dormouse("jobs", "f", "--json").out) == [row | told(row) for row in JOBS]
     assert node.asked[-1:] == [a.ListJobs(name="f")]
     assert dormouse("job", "j2").out.splitlines()[1].split("\t")[:3] == ["j2", "f", "queued"]
-    assert json.loads(dormouse("job", "j1", "--json").out) == JOBS[0]
+    assert json.loads(dormouse("job", "j1", "--json").out) == JOBS[0] | told(JOBS[0])
     asked = len(node.asked)
     assert dormouse("job", "j2", "--wait").out == '{"y": 1}\n'
     waits = [a.AskJob(id="j2"), *[a.AskJob(id="j2", wait_s=30)] * 2, a.JobResult(id="j2")]
@@ -881,7 +890,7 @@ def test_requests(dormouse: Any, node: Node) -> None:
     assert node.asked[-1] == a.RecentRequests(name="f", kind="slow", most=3)
     assert out.splitlines()[0] == "at\tfunction\toutcome\tms\tqueue\twait\trun\tcopy\tmodel\tid"
     assert out.splitlines()[1].split("\t")[1:] == ["f", "ok (late)", "10.0", "1.0", "2.0", "7.0", "-", "host", "r7"]
-    assert json.loads(dormouse("requests", "--failed", "--json").out) == [PAST]
+    assert json.loads(dormouse("requests", "--failed", "--json").out) == [PAST | {"at": "1970-01-01T00:16:40Z"}]
     assert node.asked[-1] == a.RecentRequests(kind="failed", most=30)
     head, line = dormouse("requests", "--failed").out.splitlines()
     assert (head.split("\t")[-1], line.split("\t")[-1]) == ("error", "KeyError: 'x'")
@@ -1339,3 +1348,106 @@ def test_a_table_on_a_terminal_has_no_markup(monkeypatch: pytest.MonkeyPatch) ->
         clear()
         assert terminal.getvalue().endswith("\x1b[2J\x1b[1;1H"), "what is the command's own, does what it says"
     assert "[bold]x[/] :smile: [link=http://example.org]here[/link]" in " ".join(terminal.getvalue().split())
+
+
+# --- failures with --json
+
+
+def taking_json(group: click.Group = cli.cli, before: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from taking_json(command, f"{before}{name} ")
+        elif any(option.name == "json_" for option in command.params):
+            yield f"{before}{name}"
+
+
+def failure(result: Any) -> tuple[int, str]:
+    error = json.loads(result.out)["error"]
+    assert error.keys() == {"code", "message", "hint"}
+    assert error["message"]
+    return result.status, error["code"]
+
+
+@pytest.mark.parametrize("name", sorted(taking_json()))
+def test_with_json_a_failure_is_json_on_the_standard_output(
+    name: str, dormouse: Any, node: Node, tmp_path: Path
+) -> None:
+    """Whichever command it is: a slip, a refusal of the node, and no node."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "f.py").write_text("def handle(state, request): ...\n")
+    (tmp_path / "token").write_text("value")
+    named = {"FOLDER": str(tmp_path / "own"), "TOKEN": str(tmp_path / "token"), "NOWHERE": str(tmp_path / "no")}
+    words = [*name.split(), *(named.get(word, word) for word in ARGUMENTS[name]), "--json"]
+    assert failure(dormouse(*words, "--no-such-option")) == (2, "usage")
+    assert dormouse(*words[:-1], "--no-such-option").out == "", "who wants no JSON has none"
+    if name in ASK_NO_NODE:
+        return
+    node.refusal = a.Refused(status=403, code="forbidden", text="it may not be; ask whoever runs the node")
+    refused = dormouse(*words)
+    assert failure(refused) == (5, "forbidden")
+    assert json.loads(refused.out)["error"]["hint"] == "ask whoever runs the node"
+    assert "forbidden: it may not be" in refused.err
+    if not name.startswith("keys"):  # which then work on the state directory
+        assert failure(dormouse("--run", str(tmp_path / "none"), *words)) == (4, "unreachable")
+
+
+def test_the_first_key_is_asked_for_because_it_locks_out_whoever_has_none(
+    dormouse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DORMOUSE_RUN")
+
+    def create(name: str, more: str, *words: str) -> Any:
+        file = tmp_path / f"{name}.toml"
+        file.write_text(f'[node]\nrun = "{tmp_path}/none"\nstate = "{tmp_path}/{name}"\n{more}')
+        return dormouse("keys", "create", "--config", str(file), *words)
+
+    refused = create("a", "", "--json")
+    assert failure(refused) == (5, "first_key")
+    assert "from now on nobody invokes" in refused.err
+    assert "open_loopback = true" in refused.err
+    assert not (tmp_path / "a" / "keys.json").exists()
+    made = create("a", "", "-y")
+    assert (made.status, "from now on nobody invokes" in made.err) == (0, True)
+    again = create("a", "")
+    assert (again.status, "first key" in again.err) == (0, False)
+    for name, more in (("b", "open_loopback = true\n"), ("c", "behind_proxy = true\n"), ("d", 'host = "::"\n')):
+        other = create(name, more)
+        assert (other.status, "first key" in other.err) == (0, False), other.err
+
+
+def test_doctor_examines_the_node_that_the_other_commands_speak_to(
+    dormouse: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[tuple[NodeConfig, bool]] = []
+
+    def examine(config: NodeConfig, running: bool) -> list[doctor.Finding]:
+        examined.append((config, running))
+        return []
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    started = NodeConfig(node=NodeSection(name="own", run=str(run), state=str(tmp_path)), gpu=GpuSection(memory="1GiB"))
+    keep_node_config(started)
+    assert dormouse("doctor").status == 0
+    monkeypatch.setattr(nodeprocess, "running_pid", lambda _: 1)
+    assert dormouse("doctor").status == 0
+    file = tmp_path / "other.toml"
+    file.write_text('[node]\nname = "other"\n')
+    assert dormouse("doctor", "--config", str(file)).status == 0
+    assert [(config.node.name, running) for config, running in examined] == [
+        ("default", False), ("own", True), ("other", True),
+    ]  # fmt: skip
+    assert examined[1][0] == started
+
+
+def test_doctor_says_how_much_room_the_disks_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NodeConfig(node=NodeSection(run=str(tmp_path / "run"), state=str(tmp_path / "state")))
+    found = []
+    for least in ((0, 0), (0, 1 << 62), (1 << 62, 1 << 62)):
+        monkeypatch.setattr(doctor, "LEAST_FREE", {"run": least, "state": least})
+        found += [(doctor._disk(config, what).name, doctor._disk(config, what).state) for what in ("run", "state")]
+    assert found == [
+        ("run disk", "ok"), ("state disk", "ok"),
+        ("run disk", "warn"), ("state disk", "warn"),
+        ("run disk", "fail"), ("state disk", "fail"),
+    ]  # fmt: skip
+    assert " free of " in doctor._disk(config, "run").found
