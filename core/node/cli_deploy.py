@@ -184,7 +184,7 @@ def deploy(
 
 def show_changes(answer: dict[str, Any], err: bool = False) -> None:
     """What of the options is another than in the version before, what is kept of it, and what to beware of."""
-    for row in answer.get("changes", ()) if answer["version"] > 1 else ():
+    for row in answer.get("changes", ()):
         click.echo(f"  {row['option']}: {row['old'] or 'not there'} -> {row['new'] or 'not there'}", err=err)
     if kept := answer.get("kept"):
         names = ", ".join(each if "." in each else each.replace("_", "-") for each in kept)

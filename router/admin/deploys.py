@@ -152,15 +152,19 @@ class Deploys:
         self._vault.may_use(caller, spec)
         keeps = settled.options | ({} if spec.tenant == a.Settings().tenant else {"tenant": spec.tenant})
         spec = structs.replace(spec, options=keeps, of_file=settled.of_file, note=act.note)
-        says = _says(before, spec) | ({"kept": [*settled.kept]} if before else {})
+        served = self._served(caller, act.name)
+        says = {} if served is None else _says(served, spec) | {"kept": [*settled.kept]}
         return DeployPlan(spec, base, settled.settings, says)
+
+    def _served(self, caller: Caller, name: str) -> FunctionSpec | None:
+        function = self._picture.functions.get(name)
+        return function.spec if function is not None and caller.sees(name, function.spec.tenant) else None
 
     def _before(self, caller: Caller, name: str, said: options.Flat, of_file: options.Flat) -> FunctionSpec | None:
         """The version whose options a new one keeps: of the same tenant, and of the same kind."""
-        function = self._picture.functions.get(name)
-        if function is None or not caller.sees(name, function.spec.tenant):
+        spec = self._served(caller, name)
+        if spec is None:
             return None
-        spec = function.spec
         tenant = said.get("tenant", of_file.get("tenant", caller.tenant or spec.tenant))
         same = tenant == spec.tenant and options.kind_of(spec) == options.kind_said(said)
         return spec if same else None
@@ -227,6 +231,6 @@ def _version(version: Version) -> dict[str, Any]:
     }
 
 
-def _says(before: FunctionSpec | None, spec: FunctionSpec) -> dict[str, Any]:
-    """What a deploy changes of the options, with which one of a new name begins."""
-    return {"changes": options.changes({} if before is None else options.had(before), options.had(spec))}
+def _says(before: FunctionSpec, spec: FunctionSpec) -> dict[str, Any]:
+    """What a deploy changes of the options."""
+    return {"changes": options.changes(options.had(before), options.had(spec))}

@@ -129,7 +129,7 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
     def deploy(**more: Any) -> tuple[list[tuple[str, str | None, str | None]], list[str]]:
         options = more.pop("options", {})
         answer = node.admin.deploy("options", found, options, **more)
-        return [(row["option"], row["old"], row["new"]) for row in answer["changes"]], answer.get("kept", [])
+        return [(row["option"], row["old"], row["new"]) for row in answer.get("changes", [])], answer.get("kept", [])
 
     def served() -> list[Any]:
         spec = node.admin.functions()

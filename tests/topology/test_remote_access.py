@@ -278,7 +278,7 @@ def test_a_new_certificate_is_served_and_a_broken_one_is_not(node: RemoteNode) -
 def test_the_node_says_how_it_is_reached(node: RemoteNode) -> None:
     assert node.status()["node"]["address"] == f"https://0.0.0.0:{node.port}"
     (found,) = [each for each in doctor.examine(load_config(node.file), True) if each.name == "exposure"]
-    assert (found.state, found.found) == ("ok", "others than this machine, by TLS")
+    assert (found.state, found.found) == ("ok", "others than this machine, by TLS; every request needs a key")
     plain = load_config(node.file)
     plain = structs.replace(plain, node=structs.replace(plain.node, tls_cert="", tls_key=""))
     assert doctor._exposure(plain).state == "fail"
