@@ -473,6 +473,12 @@ def test_d1_what_is_announced_takes_nothing_from_others(make_kit: MakeKit) -> No
         hog = await kit.instance("a", "f", tenant="hog")
         answers = [await hog.upload(number, b"", total=4 * MIB) for number in range(40)]
         assert isinstance(answers[-1], m.StoreFailed)
+        part = (
+            "models of tenant 'hog' have 32.0 MiB there" if kit.config.start.cuda else "it would be 68.0 MiB, of 64.0"
+        )
+        assert f"no host memory for 4.0 MiB: {'' if kit.config.start.cuda else 'with what is being loaded '}{part}" in (
+            answers[-1].text
+        )
         most = 8 if kit.config.start.cuda else 16  # where GPUs pin slabs, each is there as soon as it is announced
         assert answers == [m.Uploaded()] * most + [answers[-1]] * (40 - most)
         status = await kit.status(lambda status: True)

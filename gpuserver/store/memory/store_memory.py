@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeVar, TypeVarTuple
 
-from dormouse.core.quantities import size
+from dormouse.core.quantities import size, sizes
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.memory.fingerprint import fingerprint
 from dormouse.gpuserver.store.memory.notifier import Notifier
@@ -119,8 +119,11 @@ class StoreMemory:
         """A span of zeros for bytes that are to :meth:`come`, behind the owner's last one if possible. Raises
         HostFull.
         """
-        if self._shares.announced(instance) + nbytes > self.slabs.budget_nbytes:  # address space is not free, either
-            raise HostFull(self._full(nbytes), nbytes)
+        announced = self._shares.announced(instance) + nbytes
+        if announced > self.slabs.budget_nbytes:  # address space is not free, either
+            would, most = sizes(announced, self.slabs.budget_nbytes)
+            text = f"no host memory for {size(nbytes)}: with what is being loaded it would be {would}, of {most} in all"
+            raise HostFull(f"{text}; load less, or raise limits.host in the node's configuration", nbytes)
         counted = nbytes if self.slabs.pinnable else 0
         await self._shared(instance, counted)
         span = await self._placed(partial(self.slabs.place, owner, nbytes, owed=True), nbytes)
