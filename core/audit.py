@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 
 from dormouse.core.rate import Bucket
+from dormouse.schemas.errors import ConfigError
 
 FILE_NBYTES: Final = 4 << 20
 FILES: Final = 8
@@ -81,6 +82,23 @@ class Audit:
             newer = f"{self._path}.{number - 1}" if number > 1 else str(self._path)
             with suppress(FileNotFoundError):
                 os.replace(newer, older)
+
+
+def read(path: Path, since_s: float) -> list[dict[str, Any]]:
+    """Lines since then, oldest first. Raises ConfigError."""
+    since, found = f"{datetime.fromtimestamp(since_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}", []
+    for file in (*(Path(f"{path}.{number}") for number in range(FILES - 1, 0, -1)), path):
+        try:
+            lines = file.read_bytes().splitlines()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}; the node's user and root may read it") from error
+        for line in lines:
+            with suppress(orjson.JSONDecodeError):  # one that a full disk has cut
+                row = orjson.loads(line)
+                found += [row] if row["at"] >= since else []
+    return found
 
 
 def as_its_directory(fd: int, path: Path) -> None:

@@ -145,6 +145,7 @@ class StatePaths:
         self.functions = self.state / "functions"
         self.blobs = self.functions / BLOBS
         self.logs = self.state / "logs"
+        self.settings = self.state / "settings.json"  # that the node was last started with
         self.language_models = self.state / "language-models"  # is there while any are deployed; else empty
         self.usage = self.state / "usage.sqlite3"
         self.jobs = self.state / "jobs.sqlite3"

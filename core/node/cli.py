@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from dormouse.core.node import (
+    cli_audit,
     cli_backup,
     cli_bench,
     cli_completion,
@@ -98,7 +99,14 @@ for command in (
     ),
     *(cli_requests.requests, cli_requests.jobs, cli_requests.job),
     *(cli_versions.history, cli_versions.rollback, cli_versions.pin, cli_versions.unpin),
-    *(cli_cost.cost, cli_keys.keys, cli_secrets.secret, cli_completion.completion, cli_service.install_service),
+    cli_audit.audit,
+    *(
+        cli_cost.cost,
+        cli_keys.keys,
+        cli_secrets.secret,
+        cli_completion.completion,
+        cli_service.install_service,
+    ),
     *(cli_backup.backup, cli_backup.restore),
     *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_dev.dashboard, cli_offline.simulate, cli_offline.replay),
 ):

@@ -1,7 +1,6 @@
 """`dormouse keys`: through the node if it runs, else on its state directory, under the lock that a node would have."""
 
 import os
-import pwd
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from dormouse.core.node import nodeprocess
 from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.paths import StatePaths
+from dormouse.core.users import user_name
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -88,8 +88,8 @@ def create(target: Target, options: dict[str, Any]) -> dict[str, Any]:
         return target.client.create_key(wish)
     state = target.state
     with offline(state) as keys:
-        key, token = keys.create(wish, _user(), time.time())
-        Audit(state.audit).write(_user(), "the state directory", "keys create", key.id, "ok")
+        key, token = keys.create(wish, user_name(), time.time())
+        Audit(state.audit).write(user_name(), "the state directory", "keys create", key.id, "ok")
     return {"key": token, **shown(key)}
 
 
@@ -106,14 +106,8 @@ def revoke(target: Target, name: str) -> dict[str, Any]:
     state = target.state
     with offline(state) as keys:
         key = keys.revoke(name, time.time())
-        Audit(state.audit).write(_user(), "the state directory", "keys revoke", name, "ok" if key else "unknown_key")
+        outcome = "ok" if key else "unknown_key"
+        Audit(state.audit).write(user_name(), "the state directory", "keys revoke", name, outcome)
     if key is None:
         raise CallRefused(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
     return shown(key)
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a uid needs no entry
-        return str(os.getuid())

@@ -21,6 +21,7 @@ from dormouse.core import log, wayback
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory
 from dormouse.core.migrations import expect_not_newer, migrate_with_way_back
+from dormouse.core.node import startaudit
 from dormouse.core.node.children import RunningRole
 from dormouse.core.node.deaths import Deaths, EndNode, StartAll, StartAlone
 from dormouse.core.node.heir import Heirs
@@ -101,6 +102,7 @@ class Supervisor:
         """The run directory is ours. Raises OSError."""
         self.paths.version.write_text(this_version())
         keep_node_config(self.config)
+        startaudit.started(self.state, self.config, "up --replace" if self._predecessor is not None else "up")
         if self._heirs is None:
             errors = self.state.logs / "supervisor.err"
             self._heirs = Heirs(self, self.paths.replace, self.service.environment, errors)

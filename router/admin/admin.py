@@ -146,9 +146,9 @@ class Admin:
                 await self._permits.may_on(caller, act, name)
                 return {"versions": self.deploys.versions(caller, name)}
             case a.Rollback(name=name):
-                with self._permits.audited(caller, act, name):
+                with self._permits.audited(caller, act, name) as audited:
                     await self._permits.may_on(caller, act, name)
-                    return await self.deploys.roll_back(caller, act)
+                    return await self.deploys.roll_back(caller, act, audited.more)
             case a.Pin(name=name, pinned=pinned):
                 with self._permits.audited(caller, act, name):
                     await self._permits.may_on(caller, act, name)

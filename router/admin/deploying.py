@@ -14,7 +14,7 @@ from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.names import NAME
 from dormouse.core.quantities import size, sizes
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
-from dormouse.router.admin import archive
+from dormouse.router.admin import archive, options
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.keeper import Keeper
@@ -231,7 +231,9 @@ class Deploying:
         file: str = "",
         environments: Environments | None = None,
         printed: Callable[[bytes], None] = lambda _: None,
+        audited: dict[str, Any] | None = None,
     ) -> None:
+        self._audited = audited if audited is not None else {}
         self._environments, self._printed = environments, printed
         self.upload = upload
         self.handed = False
@@ -303,6 +305,7 @@ class Deploying:
             self.handed = False
             raise
         assert settled.spec is not None
+        self._audited |= options.told_in_audit(settled.spec)
         answer = {"name": settled.spec.name, "version": settled.spec.version}
         return answer | ({"warning": settled.warning} if settled.warning else {})
 

@@ -67,7 +67,7 @@ class Deploys:
     @asynccontextmanager
     async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
         """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
-        with self._permits.audited(caller, act, act.name):
+        with self._permits.audited(caller, act, act.name) as audited:
             await self._permits.may_informed(caller, act)
             planned = partial(self._plan, caller, act)
             first = planned(act.file)
@@ -89,6 +89,7 @@ class Deploys:
                 act.file,
                 self._environments,
                 partial(self._printed, caller, first.spec),
+                audited.more,
             )
             try:
                 yield deploying
@@ -188,7 +189,7 @@ class Deploys:
         """For people, the newest first."""
         return [_version(each) for each in reversed(self._versions(caller, name))]
 
-    async def roll_back(self, caller: Caller, act: a.Rollback) -> dict[str, Any]:
+    async def roll_back(self, caller: Caller, act: a.Rollback, audited: dict[str, Any]) -> dict[str, Any]:
         """Raises HttpError."""
         earlier = self._versions(caller, act.name)[:-1]
         found = [each for each in earlier if act.version in (0, each.spec.version)]
@@ -203,6 +204,7 @@ class Deploys:
         says = _says(self._versions(caller, act.name)[-1].spec, spec)
         settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
         assert settled.spec is not None
+        audited |= options.told_in_audit(settled.spec) | {"as": spec.version}
         answer = {"name": act.name, "version": settled.spec.version, "as": spec.version, **says}
         return answer | ({"warning": settled.warning} if settled.warning else {})
 

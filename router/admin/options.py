@@ -122,6 +122,13 @@ def changes(before: Flat, after: Flat) -> list[dict[str, str | None]]:
     return rows
 
 
+def told_in_audit(spec: FunctionSpec) -> dict[str, Any]:
+    """What was deployed: variables and secrets by their names alone."""
+    said = {key: "set" if "." in key else _short(written(key, value)) for key, value in had(spec).items()}
+    more = {"version": spec.version, "content": spec.content, "note": spec.note, "options": said}
+    return {key: value for key, value in more.items() if value not in ("", {})}
+
+
 def kind_of(spec: FunctionSpec) -> str:
     """Those of another kind have other options."""
     return _kind(spec.llm is not None or spec.embedding is not None, "" if spec.llm is None else spec.llm.base)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dormouse.core.audit import Audit
@@ -20,6 +20,7 @@ class Audited:
     """What is known of an act when its line is written."""
 
     name: str
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Permits:
@@ -58,11 +59,11 @@ class Permits:
             outcome = error.failure.code
             raise
         finally:
-            self.write(caller, access.OF_SOCKET[type(act)], audited.name, outcome)
+            self.write(caller, access.OF_SOCKET[type(act)], audited.name, outcome, **audited.more)
 
-    def write(self, caller: Caller, act: access.Act, name: str, outcome: str) -> None:
+    def write(self, caller: Caller, act: access.Act, name: str, outcome: str, **more: Any) -> None:
         """One line; ``outcome``: "ok", or the code of the refusal."""
         whose: dict[str, Any] = {"uid": caller.uid} if caller.uid is not None else {"tenant": caller.tenant}
-        self._audit.write(caller.name, caller.origin, act.value, name, outcome, **whose)
+        self._audit.write(caller.name, caller.origin, act.value, name, outcome, **whose, **more)
         if (trouble := self._audit.trouble) is not None:
             self._log.error("audit_log_lost_a_line", trouble=trouble)

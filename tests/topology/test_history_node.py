@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
+from dormouse.core import audit
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
@@ -164,6 +165,17 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
     node.admin.roll_back("options", 3)
     assert served() == [70, "fast", "yes", "the secret"]
     assert [row["note"] for row in node.admin.versions("options")] == ["", "1a2b3c", ""]
+    lines = audit.read(node.state / "logs" / "audit.log", 0.0)
+    contents = {row["version"]: row["content"] for row in node.admin.versions("options")}
+    (fifth,) = [row for row in lines if row["name"] == "options" and row.get("version") == 5]
+    assert (fifth["act"], fifth["content"], fifth["note"]) == ("deploy", contents[5], "1a2b3c")
+    options = {"max_instances": "2", "stateless": "true", "env.MODE": "set", "secret.TOKEN": "set"}
+    assert fifth["options"] == options
+    (back,) = [row for row in lines if row["name"] == "options" and row["act"] == "rollback"]
+    assert (back["version"], back["as"], back["content"]) == (6, 3, contents[6])
+    starts = [row for row in lines if row["act"] == "up"]
+    assert [row["settings"] for row in starts[:1]] == [{}]
+    assert all(row["outcome"] == "ok" and row["version"] for row in starts)
 
 
 def test_the_same_over_http(node: TestNode) -> None:

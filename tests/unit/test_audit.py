@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dormouse.core import audit as audit_
 from dormouse.core.audit import FILES, REFUSED_AT_ONCE, Audit
+from dormouse.core.config import EnvironmentsSection, NodeConfig, NodeSection
 from dormouse.core.keys import KeyFile
+from dormouse.core.node import startaudit
+from dormouse.core.paths import StatePaths
+from dormouse.core.users import user_name
 from dormouse.schemas.admin import Wish
 
 
@@ -109,3 +114,25 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     path.symlink_to(other)
     Audit(path).write("anna", "unix", "deploy", "chat", "ok")
     assert not other.exists()
+
+
+def test_a_start_says_which_settings_are_others_than_at_the_one_before(tmp_path: Path) -> None:
+    state = StatePaths(tmp_path)
+    state.make()
+    index = "https://me:password@files.example/simple"
+    first = NodeConfig(environments=EnvironmentsSection(index=index))
+    opened = structs.replace(first, node=NodeSection(open_loopback=True, cors=("https://app.example",)))
+    for config, act in ((first, "up"), (first, "up"), (opened, "up --replace"), (first, "up")):
+        startaudit.started(state, config, act)
+    rows = audit_.read(state.audit, 0.0)
+    changed = {"node.cors": [[], ["https://app.example"]], "node.open_loopback": [False, True]}
+    undone = {"node.cors": [["https://app.example"], []], "node.open_loopback": [True, False]}
+    assert [(row["act"], row["settings"]) for row in rows] == [
+        ("up", {}),
+        ("up", {}),
+        ("up --replace", changed),
+        ("up", undone),
+    ]
+    assert all((row["who"], row["name"], row["outcome"]) == (user_name(), "default", "ok") for row in rows)
+    assert "password" not in state.settings.read_text()
+    assert audit_.read(state.audit, 4e9) == []

@@ -1201,6 +1201,7 @@ def test_a_deploy_without_a_name_says_how_it_is_written(dormouse: Any, tmp_path:
 
 HOSTILE: Final = "\x1b]0;all is well\x07\x9b31m\u202e\r[bold]x[/]"
 ARGUMENTS: Final = {
+    "audit": (),
     "backup": ("NOWHERE",),
     "bench": ("f", "1"),
     "completion": ("bash",),
