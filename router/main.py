@@ -349,9 +349,9 @@ class Router(Actor):
                 self._send(name, run)
                 if self._watch is not None:
                     self._watch.handed(request)
-            case e.Start(instance=name, spec=spec):
+            case e.Start(instance=name, spec=spec, check=check):
                 assert self.device is not None
-                self._starts.start(name, spec, self.device)
+                self._starts.start(name, spec, self.device, check)
             case e.Kill(instance=name, why=why):
                 if not self._sessions.end(name, why):
                     self._signal(name, signal.SIGKILL)

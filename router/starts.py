@@ -10,6 +10,8 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from dormouse.core.masking import SecretMask
 from dormouse.core.times import utc
 from dormouse.router.admin.environments import Environments
@@ -46,7 +48,7 @@ class InstanceStarts:
         self._zygote, self._plain = zygote, plain
         self._dispatch, self._log = dispatch, log
 
-    def start(self, name: str, spec: m.FunctionSpec, device: m.DeviceInfo) -> None:
+    def start(self, name: str, spec: m.FunctionSpec, device: m.DeviceInfo, check: str = "") -> None:
         if spec.environment and self._environments.of(spec.environment) is None:
             self._failed(name, ": its libraries are not there for this version of torch; deploy it again")
             return
@@ -73,6 +75,7 @@ class InstanceStarts:
         folder = self._snapshots.tree(spec.name, spec.snapshot)
         own = self._environments.site(spec.environment) if spec.environment else ""
         fork = self._instances.fork_message(host, spec, str(folder), device, variables >= 0, own)
+        fork = structs.replace(fork, check=check)
         fds = (pipe.write_fd, host.arena.fd, variables)[: 2 + fork.variables]
         environment = self._environments.of(spec.environment)
         if environment is None or self._zygote.modules.isdisjoint(environment.names):

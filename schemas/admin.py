@@ -56,6 +56,7 @@ class Deploy(Packet, frozen=True, kw_only=True, tag=1):
     reset: list[str] = []  # what of before is not kept: options, env.NAME, secret.NAME, or all
     logs: bool = False
     note: str = ""  # for people
+    check: str = ""  # JSON: a request that the new version answers before it is served; "": none
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):

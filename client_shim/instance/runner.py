@@ -63,12 +63,16 @@ class Runner:
         self.function: UserFunction
         self.hints: Hints
 
-    def load(self, make: Callable[[], UserFunction]) -> bool:
-        """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
+    def load(self, make: Callable[[], UserFunction], check: str = "") -> bool:
+        """Make the function and load it; the outcome is told to the router. False if the instance is of no use.
+        ``check``: a request in JSON which it answers before it counts as loaded; "": none.
+        """
         try:
             function = self._handler.call(make)
             self.hints = self._handler.call(Hints, *hinted(function), function.signature)
             self.state = self._handler.call(function.load)
+            if check:
+                self._check(function, check.encode())
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
         except LoadFailure as failure:
@@ -82,6 +86,23 @@ class Runner:
         said = m.Loaded(version=version, nbytes=nbytes, warning=self.hints.warning, schema=self.hints.schema)
         self.backend.router.send(said)
         return True
+
+    def _check(self, function: UserFunction, body: bytes) -> None:
+        """With the leases that load() has. What is answered goes nowhere. Raises LoadFailure."""
+        try:
+            request, encode = self.hints.asked(body, "", "")
+            result = self._handler.call(function.handle, self.state, request)
+            if parts := self._handler.parts(result):
+                with closing(parts):
+                    for _ in parts:
+                        pass
+            else:
+                encode(result, len(self._response_area))
+        except BaseException as error:
+            code, text = self.verdict(error, "handle()", "check_failed")
+            raise LoadFailure(code if code in LOST else "check_failed", f"the check was not answered: {text}") from None
+        finally:
+            self._handler.finish()
 
     def serve_many(self) -> None:
         """The same, so many at once."""
@@ -260,7 +281,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
-        elif runner.load(partial(function_of, fork, source, folder)):
+        elif runner.load(partial(function_of, fork, source, folder), fork.check):
             if fork.batch:
                 runner.serve_batches()
             elif fork.concurrency > 1:

@@ -96,6 +96,9 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     "(secret.NAME), or all.",
 )
 @click.option("--note", default="", help="For people, shown by `dormouse history`: a commit, for example.")
+@click.option(
+    "--check", default="", metavar="JSON", help="A request that the new version answers before it takes over, or not."
+)
 @of_models
 @of_functions
 @as_json
@@ -110,6 +113,7 @@ def deploy(
     base: str,
     reset: tuple[str, ...],
     note: str,
+    check: str,
     json_: bool,
     **given: Any,
 ) -> None:
@@ -167,7 +171,7 @@ def deploy(
         try:
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
                 show = partial(_show_printed, printed)
-                answer = command.client.deploy(name, found, options, show, reset=list(reset), note=note)
+                answer = command.client.deploy(name, found, options, show, reset=list(reset), note=note, check=check)
         except CallRefused as error:
             raise _not_deployed(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:

@@ -55,7 +55,7 @@ def show_failure(code: str, text: str, hint: str = "") -> None:
 def failure(code: str, text: str, hint: str = "") -> dict[str, str | None]:
     """As JSON has it, once: a command that prints this itself says no more of it."""
     begin()
-    return {"code": code, "message": text, "hint": hint or text.partition("; ")[2] or None}
+    return {"code": code, "message": text, "hint": hint or text.partition("; ")[2].partition("\n")[0] or None}
 
 
 @contextmanager

@@ -120,13 +120,13 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     query = {key: values[-1] for key, values in parse_qs(_query(x), keep_blank_values=True).items()}
     try:
         name, entry = query.pop("name"), query.pop("entry", "")
-        note = query.pop("note", "")
+        note, check = query.pop("note", ""), query.pop("check", "")
         several = {key: parse_qs(_query(x)).get(key, []) for key in ("env", "secret", "reset")}
         said: dict[str, Any] = {key: value for key, value in query.items() if key not in several}
         said |= {"env": _variables(x), "secrets": several["secret"]}
         is_model = query.get("llm", "") not in ("", "0", "false")
         usual = ADAPTER_CONFIG if query.get("base") else CONFIG if is_model else ENTRY
-        act = a.Deploy(name=name, entry=entry or usual, options=said, reset=several["reset"], note=note)
+        act = a.Deploy(name=name, entry=entry or usual, options=said, reset=several["reset"], note=note, check=check)
         nbytes = int(x.header(b"content-length") or b"")
     except KeyError:
         raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None

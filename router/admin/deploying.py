@@ -41,6 +41,7 @@ class DeployPlan:
     base: FunctionSpec | None
     settings: a.Settings
     says: dict[str, Any]
+    check: str = ""
 
 
 def spec_of(
@@ -280,7 +281,7 @@ class Deploying:
                 raise HttpError(failures.base_changed(base.name))
             own = self.upload
             spec = structs.replace(plan.spec, snapshot=own.snapshot, content=own.content, environment=key)
-            return await self._change(spec) | plan.says
+            return await self._change(spec, plan.check) | plan.says
 
     @asynccontextmanager
     async def _environment(self, plan: DeployPlan) -> AsyncGenerator[str, None]:
@@ -296,11 +297,11 @@ class Deploying:
         async with having as key:
             yield key
 
-    async def _change(self, spec: FunctionSpec) -> dict[str, Any]:
+    async def _change(self, spec: FunctionSpec, check: str) -> dict[str, Any]:
         """Raises HttpError."""
         self.handed = True
         try:
-            settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+            settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec, check))
         except HttpError:
             self.handed = False
             raise

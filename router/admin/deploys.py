@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, Protocol
 
+import msgspec
 from msgspec import structs
 
 from dormouse.core import tenants
@@ -36,6 +37,7 @@ from dormouse.schemas.messages import FunctionSpec
 from dormouse.schemas.options import FILE
 
 NOTE_CHARS: Final = 1000
+CHECK_NBYTES: Final = 16 << 10
 
 
 class Node(Protocol):
@@ -133,6 +135,8 @@ class Deploys:
         try:
             if len(act.note) > NOTE_CHARS:
                 raise ConfigError(f"the note has {len(act.note):,} characters; write at most {NOTE_CHARS:,}")
+            if act.check:
+                _expect_json(act.check)
             said, of_file = options.flat(act.options), options.of_file(file)
             before = self._before(caller, act.name, said, of_file)
             settled = options.settle(said, of_file, before, act.reset)
@@ -146,6 +150,8 @@ class Deploys:
                 raise ConfigError(text) from None
             if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
                 spec = structs.replace(spec, tenant=caller.tenant)
+            if act.check and spec.llm is not None:
+                raise ConfigError("a check is of functions and embeddings: a language model is tried when it loads")
             spec = within_quota(spec, tenants.quota_nbytes(self._config, spec.tenant))
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
@@ -155,7 +161,7 @@ class Deploys:
         spec = structs.replace(spec, options=keeps, of_file=settled.of_file, note=act.note)
         served = self._served(caller, act.name)
         says = {} if served is None else _says(served, spec) | {"kept": [*settled.kept]}
-        return DeployPlan(spec, base, settled.settings, says)
+        return DeployPlan(spec, base, settled.settings, says, act.check)
 
     def _served(self, caller: Caller, name: str) -> FunctionSpec | None:
         function = self._picture.functions.get(name)
@@ -211,6 +217,16 @@ class Deploys:
     def _versions(self, caller: Caller, name: str) -> list[Version]:
         """Oldest first, without those of another tenant that has had the name."""
         return [each for each in self._history.of(name) if caller.sees(name, each.spec.tenant)]
+
+
+def _expect_json(check: str) -> None:
+    """Raises ConfigError."""
+    if len(check.encode()) > CHECK_NBYTES:
+        raise ConfigError(f"the check has more than {CHECK_NBYTES:,} bytes; let a smaller request do")
+    try:
+        msgspec.json.decode(check.encode())
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the check is not JSON: {error}; write a request, such as '{{\"x\": 1}}'") from None
 
 
 def _version(version: Version) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dormouse.router.decisions.state import Instance, OpenDeploy, Removal, Route
 from dormouse.schemas import messages as m
 
 
-def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
+def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec, check: str = "") -> None:
     if not p.catalogue_known:  # the version, and whose functions are here
         p.settle(ask, failures.starting())
     elif spec.name in p.changes:
@@ -24,7 +24,7 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
     else:
         function = p.functions.get(spec.name)
         version = 1 if function is None else function.spec.version + 1
-        p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version))
+        p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version), check=check)
         p.wanted[spec.name] = None
 
 

@@ -42,6 +42,7 @@ class DeployAsked:
 
     ask: int
     spec: m.FunctionSpec
+    check: str = ""  # JSON: a request that it answers before it is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,7 @@ class Start:
 
     instance: str
     spec: m.FunctionSpec
+    check: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,10 @@ def executor_lost() -> Failure:
     return Failure(code="executor_lost", status=503, text=text, retryable=True)
 
 
+def check_failed(text: str) -> Failure:
+    return Failure(code="check_failed", status=422, text=text)
+
+
 def load_failed(text: str) -> Failure:
     return Failure(code="load_failed", status=422, text=text)
 

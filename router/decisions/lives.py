@@ -54,17 +54,17 @@ def start_wanted(p: RouterState) -> None:
         replaces = isinstance(owner, ServedFunction)
         if not places.free(owner.spec, replaces):
             continue
-        instance = start(p, owner.spec, replaces)
+        instance = start(p, owner.spec, replaces, owner.check if isinstance(owner, OpenDeploy) else "")
         places.take(instance)
         owner.instance = instance.name
         if not without_instance(p, owner.spec.name):
             del p.wanted[owner.spec.name]
 
 
-def start(p: RouterState, spec: m.FunctionSpec, replaces: bool) -> Instance:
+def start(p: RouterState, spec: m.FunctionSpec, replaces: bool, check: str = "") -> Instance:
     name = p.new_name()
     instance = p.instances[name] = Instance(name, spec, replaces=replaces, started_s=p.now_s, progress_s=p.now_s)
-    p.out.append(e.Start(name, spec))
+    p.out.append(e.Start(name, spec, check))
     p.tell(_up(spec, name, loaded=False))
     p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
     p.at(p.now_s + HELD_S, t.RetryDue())

@@ -42,8 +42,8 @@ class RequestPolicy:
                 self._from_controller(message)
             case e.ChunkTaken(request=request, nbytes=nbytes):
                 serving.taken(p, request, nbytes)
-            case e.DeployAsked(ask=ask, spec=spec):
-                changes.deploy_asked(p, ask, spec)
+            case e.DeployAsked(ask=ask, spec=spec, check=check):
+                changes.deploy_asked(p, ask, spec, check)
             case e.RemoveAsked(ask=ask, name=name):
                 changes.remove_asked(p, ask, name)
             case e.RestartAsked(ask=ask, name=name):
@@ -157,7 +157,7 @@ class RequestPolicy:
             case m.Loaded(version=version, warning=warning, schema=schema) if instance.state is InstanceState.LOADING:
                 lives.loaded(p, instance, version, warning, schema)
             case m.LoadFailed(code=code, text=text) if instance.state.loads:
-                failure = failures.load_failed(text)
+                failure = failures.check_failed(text) if code == "check_failed" else failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY or instance.open:
                 lives.replace(p, instance)

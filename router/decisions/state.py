@@ -195,6 +195,7 @@ class OpenDeploy:
     deaths: list[float] = field(default_factory=list)  # as a Function's
     warning: str = ""  # of the instance that has loaded it
     schema: bytes = b""  # likewise
+    check: str = ""  # JSON: a request that its instance answers before it counts as loaded
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     network: bool = False
     build: BuildOrder | None = None  # nothing is served: ``entry`` is a file of requirements, to ``environment``
     variables: bool = False  # a sealed file of the instance's alone: a JSON object of environment variables
+    check: str = ""  # JSON: a request that it answers before it counts as loaded
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

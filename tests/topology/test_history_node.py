@@ -178,6 +178,33 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
     assert all(row["outcome"] == "ok" and row["version"] for row in starts)
 
 
+def test_a_version_that_does_not_answer_its_check_is_not_switched_to(node: TestNode) -> None:
+    own = node.folder("checked")
+    found = FunctionFolder(own, "f.py", False)
+
+    def deploy(source: str, check: str) -> int:
+        (own / "f.py").write_text(source)
+        return int(node.admin.deploy("checked", found, {}, check=check)["version"])
+
+    good = "asked = []\ndef handle(state, request):\n    asked.append(request['x'])\n    return asked\n"
+    assert deploy(good, '{"x": 1}') == 1
+    assert node.admin.invoke("checked", b'{"x": 2}') == b"[1,2]", "by the instance that takes over"
+    for source, check, code, says in (
+        (good, '{"y": 1}', "check_failed", "KeyError: 'x'"),
+        ("def handle(state, request):\n    return object()\n", "1", "check_failed", "type object"),
+        ("def handle(state, request):\n    yield 1\n    yield 1 / 0\n", "1", "check_failed", "ZeroDivisionError"),
+        (good, "{x", "bad_request", "the check is not JSON"),
+    ):
+        with pytest.raises(CallRefused, match=says) as caught:
+            deploy(source, check)
+        assert caught.value.code == code
+        assert node.admin.versions("checked")[0]["version"] == 1
+    assert node.admin.invoke("checked", b'{"x": 3}') == b"[1,2,3]", "the one before goes on"
+    assert deploy(good, '{"x": 4}') == 2
+    node.admin.restart("checked")
+    assert node.admin.invoke("checked", b'{"x": 5}') == b"[5]", "later instances do without"
+
+
 def test_the_same_over_http(node: TestNode) -> None:
     f = History(node, "http", 1, 2)
     key = node.admin.create_key(Wish(scopes=("deploy",)))["key"]

@@ -1044,7 +1044,7 @@ def test_dev_has_the_options_of_deploy() -> None:
         {option.name: option.default for option in command.params if isinstance(option, click.Option)}
         for command in (cli_deploy.deploy, cli_dev.dev)
     )
-    of_models = {"llm", "lora", "base", "reset", "note", *cli_deploy.OF_MODELS}
+    of_models = {"llm", "lora", "base", "reset", "note", "check", *cli_deploy.OF_MODELS}
     assert dev == {name: default for name, default in deploy.items() if name not in of_models | {"json_"}} | {
         "name": dev["name"]
     }
