@@ -71,3 +71,24 @@ def call_implicit(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def without_autocast() -> Any:
     """A context in which operations on cuda are not cast again."""
     return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCUDA))
+
+
+def watch_higher_order(
+    patch: Callable[[Any, str, Any], None], taken: Callable[[Any, Any], bool], refusal: Callable[[str], Exception]
+) -> None:
+    """Run operators on functions as PyTorch does without compiling, where `taken(args, kwargs)`; of those that it
+    always compiles, raise what `refusal(name)` makes. A mode of the program's comes first.
+    """
+    kind: Any = torch._ops.HigherOrderOperator
+    real = kind.dispatch
+    keys = _C.DispatchKey
+
+    def dispatch(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if key != keys.Python or _C._len_torch_dispatch_stack() or not taken(args, kwargs):
+            return real(self, key, *args, **kwargs)
+        kernel = self.py_kernels.get(keys.CompositeExplicitAutograd)
+        if kernel is None:
+            raise refusal(self.name())
+        return kernel(*args, **kwargs)
+
+    patch(kind, "dispatch", dispatch)

@@ -12,7 +12,7 @@ import gc
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -207,7 +207,7 @@ def reduce_parameter(data: torch.Tensor, requires_grad: bool, state: dict[str, A
 
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange two tensor objects; fails if somebody holds a weak reference to one."""
+    """Exchange two tensor objects."""
     exchange: Any = torch.utils.swap_tensors
     exchange(one, other)
 
@@ -226,6 +226,11 @@ def memory(tensor: torch.Tensor) -> int:
     """What PyTorch takes for the memory of a wrapper; which other tensor objects have it too is known in C++ only."""
     address: int = _C.TensorBase.untyped_storage(tensor)._cdata
     return address
+
+
+def swap_despite_weak_references(patch: Callable[[Any, str, Any], None]) -> None:
+    """Exported modules hold weak references to their tensors. These go on naming the tensor objects, which stay."""
+    patch(_torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda tensor: []))
 
 
 def swap_on_module_conversion(swap: bool) -> None:

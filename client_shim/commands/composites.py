@@ -54,12 +54,12 @@ _NOT_OURS: Final = ("backward", "batch_dim", "fbgemm", "nested", "quant", "spars
 """Words in names of operations that are not run here at all, or that vmap is made of."""
 
 _REFUSED: Final = {
-    "QuantizedCUDA": "quantized",
-    "SparseCUDA": "sparse",
-    "SparseCsrCUDA": "compressed sparse",
-    "NestedTensorCUDA": "nested",
+    "QuantizedCUDA": ("quantized", "dequantize() them first"),
+    "SparseCUDA": ("sparse", "call to_dense() first"),
+    "SparseCsrCUDA": ("compressed sparse", "call to_dense() first"),
+    "NestedTensorCUDA": ("nested", "pad them, and mask what was added"),
 }
-"""What a tensor on cuda:0 cannot be, by the dispatch key that its operations would have."""
+"""What a tensor on cuda:0 cannot be and what to do instead, by the dispatch key that its operations would have."""
 
 LOCAL: Final = frozenset(["reshape", "contiguous", "flatten", "reshape_as", "view_as"])
 """Composites that are nearly always a view: asked of a meta tensor as one step where inference mode delivers them
@@ -84,16 +84,16 @@ def install() -> None:
     torch_dispatcher.register_kernels(whole)
     torch_dispatcher.register_kernels(cast, "AutocastCUDA")
     for key, kind in _REFUSED.items():
-        torch_dispatcher.register_fallback(partial(_refuse, kind), key)
+        torch_dispatcher.register_fallback(partial(_refuse, *kind), key)
         if torch_private.BUILT_FOR_CUDA:  # there PyTorch's own kernels come before our fallback
             own = [name for name in schemas if torch_dispatcher.has_kernel(f"aten::{name}", key)]
-            refusals = {name: partial(_refuse, kind, torch_dispatcher.operation(name)) for name in own}
+            refusals = {name: partial(_refuse, *kind, torch_dispatcher.operation(name)) for name in own}
             torch_dispatcher.register_kernels(refusals, key)
 
 
-def _refuse(kind: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(kind: str, way: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{op._schema.name}: {kind} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        f"{op._schema.name}: {kind} tensors are not supported on cuda:0 of a Dormouse function, only dense ones: {way}"
     )
 
 

@@ -136,5 +136,6 @@ def check(dtype: torch.dtype) -> None:
 def check_layout(layout: torch.layout | None) -> None:
     if layout is not None and layout is not torch.strided:
         raise NotImplementedError(
-            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones: "
+            "call to_dense() first"
         )

@@ -6,7 +6,7 @@ One `Operation` per overload, made at first use and kept for ever. Holds the ope
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -114,6 +114,7 @@ def _is_scalar(kind: str) -> bool:
 
 _operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow
 _handlers: dict[str, Handler] = {}  # by schema name
+_refused: dict[str, Handler] = {}  # by a word in the name; the last that fits
 
 
 def handler(*names: str) -> Callable[[Handler], Handler]:
@@ -127,9 +128,22 @@ def handler(*names: str) -> Callable[[Handler], Handler]:
     return declare
 
 
+def refuse(*words: str, text: str, way: str) -> None:
+    """Refuse operations of PyTorch's that have one of these words in their names and no handler; ``way`` is what to do
+    instead.
+    """
+
+    def refusal(operation: Operation, args: Any, kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{operation.name}: {text} on cuda:0 of a Dormouse function: {way}")
+
+    _refused.update(dict.fromkeys(words, refusal))
+
+
 def describe(op: Any) -> Operation:
     operation = Operation(op)
     operation.handler = _handlers.get(operation.name) or _handlers.get(operation.name.split(".")[0])
+    if operation.handler is None and operation.name.startswith("aten::"):
+        operation.handler = next((_refused[word] for word in reversed(_refused) if word in operation.name), None)
     return _operations.setdefault(id(op), operation)
 
 

@@ -15,14 +15,14 @@ from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.stream import Stream
-from dormouse.client_shim.torch_face import (  # at_call: for its handlers
-    at_call as at_call,
-)
 from dormouse.client_shim.torch_face import (
     cuda_face,
     factories,
+    fast_paths,
     files,
     forked,
+    higher_order,
+    lazy_modules,
     tensor_methods,
     torchscript,
 )
@@ -42,6 +42,7 @@ def prepare() -> None:
     torch_private.check_version()
     torch_device.install_device_guard()
     torch_private.swap_on_module_conversion(True)
+    torch_private.swap_despite_weak_references(patch)
     tensor_methods.install()
     if not _registered:
         torch_private.keep_dynamo_out()
@@ -51,6 +52,9 @@ def prepare() -> None:
     cuda_face.install()
     files.install()
     torchscript.install()
+    fast_paths.install()
+    higher_order.install(patch)
+    lazy_modules.install()
     _watch_default_dtype()
     NUMERICS.notice(torch_private.bindings())
     torch_private.watch_settings(patch, _numerics_changed)

@@ -224,7 +224,8 @@ def _sign(
         key.append(("generator", definitions.generator_number(value)))
     elif kind is torch.layout and value is not torch.strided:
         raise NotImplementedError(
-            f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+            f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones: "
+            "call to_dense() first"
         )
     else:
         key.append(value)

@@ -11,7 +11,7 @@ import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import patch, raising
-from dormouse.client_shim.torch_face import device_numbers, pinning, storages
+from dormouse.client_shim.torch_face import at_call, device_numbers, pinning, storages  # noqa: F401  # at_call: its handlers
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote, wrap
 from dormouse.client_shim.torch_face.storages import CudaStorage, address, copied, set_
 from dormouse.client_shim.torch_face.transfers import download

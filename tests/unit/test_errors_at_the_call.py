@@ -106,6 +106,7 @@ def _error(call: Callable[[On], Any], on: On) -> tuple[type[Exception], str]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WRONG)
 def test_an_error_comes_at_the_call_as_pytorch_says_it(loopback: Any, mode: Any, name: str) -> None:
+    loopback.begin_lease()
     call = WRONG[name]
     with mode():
         assert _error(call, On(CUDA)) == _error(call, On("cpu"))
