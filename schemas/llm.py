@@ -85,7 +85,10 @@ def _layers(value: Any) -> bool:
 def _rope(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("rope_type", "default") not in _ROPES:
         return False
-    rest = [each for name, each in value.items() if name != "rope_type"]
+    kind = value.get("rope_type", "default")
+    if value.get("type", kind) != kind:  # what older configurations call it: where both are there, they agree
+        return False
+    rest = [each for name, each in value.items() if name not in ("rope_type", "type")]
     numbers = [number for each in rest for number in (each if isinstance(each, list) else [each])]
     return len(numbers) <= 1024 and all(_maybe_number(number) for number in numbers)
 

@@ -28,6 +28,7 @@ INDEX: Final = "model.safetensors.index.json"
 _PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
 _KINDS: Final = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}
 _NBYTES: Final = {kind: nbytes for nbytes, kinds in _KINDS.items() for kind in kinds.split()}
+_POINTER: Final = b"version https://git-lfs"
 _SERVED: Final = ("F32", "F16", "BF16")
 
 
@@ -111,6 +112,8 @@ def _header(path: str, name: str) -> dict[str, StoredTensor]:
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if start == _POINTER[:8]:
+            raise BadFolder(f"{name} is a Git LFS pointer, not the weights: run `git lfs pull` in the folder")
         if not 0 < length <= min(size, MAX_HEADER_NBYTES):
             raise BadFolder(f"{name} is no safetensors file: its header has {length:,} bytes")
         try:

@@ -51,6 +51,11 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     checkpoint = found if found is not None else gguf_file.GgufFile(folder, gguf, raw, model)
     wanted = weights.wanted_by(model)
     names = weights.matched(spec.family, wanted, checkpoint.tensors)
+    if found is not None and heads_differ(folder, spec, settings.convert, wanted, found):
+        spec = weights.untied(spec)
+        model = weights.skeleton(spec)
+        wanted = weights.wanted_by(model)
+        names = weights.matched(spec.family, wanted, checkpoint.tensors)
     adapter = None
     if settings.base:
         adapter = read_adapter(os.path.join(folder, ADAPTER), model, str(raw.get("_name_or_path") or ""))
@@ -64,6 +69,20 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
         warnings.append(adapter.warning)
     places, kept = weights.upload(spec, checkpoint, wanted, names)
     return LoadedModel(spec, words, places, kept, adapter, "; ".join(filter(None, warnings)))
+
+
+def heads_differ(
+    folder: str, spec: DecoderSpec, convert: bool, wanted: weights.WantedWeights, found: c.Checkpoint
+) -> bool:
+    """Whether the files have two tensors, and not equal ones, where the configuration ties one to the other. Raises
+    BadFolder.
+    """
+    for pair in weights.stored_twice(spec.family, wanted, found.tensors):
+        again = c.find_weights(folder, convert)  # is read once
+        one, other = (_read(again, name, spec) for name in pair)
+        if not torch.equal(one, other):
+            return True
+    return False
 
 
 def _read(checkpoint: c.Checkpoint, name: str, spec: DecoderSpec) -> torch.Tensor:

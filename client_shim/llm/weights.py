@@ -6,9 +6,10 @@ weights; here a folder that does not fit is refused when it is deployed.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import torch
 
 from dormouse.client_shim.llm.checkpoint import Checkpoint, StoredTensor
@@ -72,9 +73,7 @@ def matched(
     left_out = (_LEFT_OUT[""], _LEFT_OUT.get(family, _NONE), heads)
     renamed = _RENAMED.get(family, {})
     for name, tensor in stored.items():
-        now = renamed.get(name, name)
-        tried = (now, wanted.prefix + now, now.removeprefix(wanted.prefix))
-        known = next((each for each in tried if each in wanted.aliases), None)
+        known = _known(wanted, renamed.get(name, name))
         if known is None:
             if any(each.fullmatch(name) for each in left_out):
                 continue
@@ -87,6 +86,31 @@ def matched(
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadFolder(f"the weights lack {', '.join(missing[:3])}{more}")
     return {found[parameter]: parameter for parameter in wanted.shapes}
+
+
+def _known(wanted: WantedWeights, name: str) -> str | None:
+    tried = (name, wanted.prefix + name, name.removeprefix(wanted.prefix))
+    return next((each for each in tried if each in wanted.aliases), None)
+
+
+def stored_twice(family: str, wanted: WantedWeights, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of stored tensors that are one parameter here: whether they are equal, only their bytes say. Raises
+    BadFolder if two have one name but for the prefix.
+    """
+    renamed = _RENAMED.get(family, {})
+    by_known: dict[str, str] = {}
+    for name in names:
+        known = _known(wanted, renamed.get(name, name))
+        if known is not None and (other := by_known.setdefault(known, name)) != name:
+            raise BadFolder(f"the weights have {known} twice: as {other!r} and as {name!r}")
+    first: dict[str, str] = {}
+    tied = [(first.setdefault(wanted.aliases[known], name), name) for known, name in by_known.items()]
+    return [(one, other) for one, other in tied if one != other]
+
+
+def untied(spec: DecoderSpec) -> DecoderSpec:
+    """Its head is a parameter of its own, whatever its configuration says, as `transformers` has it."""
+    return msgspec.structs.replace(spec, config={**spec.config, "tie_word_embeddings": False})
 
 
 def check(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:

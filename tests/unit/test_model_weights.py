@@ -12,10 +12,10 @@ from typing import Any, Final
 import pytest
 import torch
 from language_models import make_folder
-from model_folders import examine, little_memory, refused
+from model_folders import change_config, examine, little_memory, refused
 from safetensors.torch import load_file, save_file
 
-from dormouse.client_shim.llm import checkpoint, gguf_file, weights
+from dormouse.client_shim.llm import checkpoint, gguf_file, loading, weights
 from dormouse.client_shim.llm.folder import BadFolder, spec_of
 from dormouse.schemas.llm import DecoderSpec
 
@@ -306,3 +306,46 @@ def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
         path.write_bytes(content)
         with pytest.raises(BadFolder, match=what):
             _gguf(tmp_path)
+
+
+# --- what is stored twice
+
+
+def _differ(folder: Path) -> bool:
+    spec = spec_of(json.loads((folder / "config.json").read_text()), "auto", 0)
+    wanted = weights.wanted_by(weights.skeleton(spec))
+    found = checkpoint.find_weights(str(folder), False)
+    return loading.heads_differ(str(folder), spec, False, wanted, found)
+
+
+def test_a_stored_head_that_differs_from_the_embeddings_is_the_models_own(tmp_path: Path) -> None:
+    make_folder(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    embeddings = stored["transformer.wte.weight"]
+    save_file({**stored, "lm_head.weight": embeddings.clone()}, path, {"format": "pt"})
+    assert not _differ(tmp_path)
+    save_file({**stored, "lm_head.weight": embeddings + 1}, path, {"format": "pt"})
+    assert _differ(tmp_path)
+    spec = weights.untied(spec_of(json.loads((tmp_path / "config.json").read_text()), "auto", 0))
+    names = weights.matched(
+        spec.family,
+        weights.wanted_by(weights.skeleton(spec)),
+        checkpoint.find_weights(str(tmp_path), False).tensors,
+    )
+    assert names["lm_head.weight"] == "lm_head.weight"
+    save_file({**stored, "wte.weight": embeddings + 1}, path, {"format": "pt"})
+    with pytest.raises(BadFolder, match=r"have transformer.wte.weight twice: as "):
+        _differ(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    make_folder(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "is a Git LFS pointer, not the weights: run `git lfs pull`" in refused(tmp_path)
+
+
+def test_an_older_name_of_the_kind_of_rope_beside_the_new_one(tmp_path: Path) -> None:
+    make_folder(tmp_path, "llama")
+    change_config(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    assert examine(tmp_path)[0].config["rope_parameters"]["rope_type"] == "linear"  # type: ignore[index, call-overload]
