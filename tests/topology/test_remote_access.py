@@ -161,6 +161,19 @@ def test_the_guide(node: RemoteNode, tmp_path: Path) -> None:
     reader.types(revoke.replace("ID", row["id"]))
     assert json.loads(reader.types(call))["error"]["code"] == "unauthorized"
     node.remove("chat-1")
+    pack, deploy = commands("docs/deploying.md")  # in CI
+    (tmp_path / "mood").mkdir()
+    (tmp_path / "mood" / "mood.py").write_text("def handle(state, request):\n    return request\n")
+    (tmp_path / "mood" / "dormouse.toml").write_text('deadline = "70ms"\n')
+    told = {"DORMOUSE_KEY": node.key(scopes=("deploy",)), "NODE": f"https://node.example:{node.port}"}
+    ci = Reader(tmp_path, tmp_path / "ci", node, HOME=str(tmp_path), **told)
+    ci.has("git", "echo 1a2b3c")
+    ci.types(pack)
+    assert json.loads(ci.types(deploy)) == {"name": "mood", "version": 1}
+    assert json.loads(ci.types(deploy)) == {"name": "mood", "version": 2, "changes": [], "kept": []}
+    (row, _) = node.admin.versions("mood")
+    assert (row["note"], row["deadline_ms"]) == ("1a2b3c", 70)
+    node.remove("mood")
 
 
 def test_nobody_reads_along(node: RemoteNode) -> None:
