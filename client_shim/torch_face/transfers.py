@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dormouse.client_shim import torch_dispatcher
-from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands import metas, telling
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation, handler
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
@@ -152,7 +152,15 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
             shadow = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype, device="meta")
             args = (shadow, *args[1:])
         result = operation.op(*args, **meta_kwargs, device=torch.device("meta") if remote else device)
-    return empty(metas.of(result)) if remote else result
+    return _room(empty(metas.of(result))) if remote else result
+
+
+def _room(tensor: RemoteTensor) -> RemoteTensor:
+    """What may not fit is brought into being at once."""
+    if tensor._storage.nbytes >= telling.Large.nbytes:
+        stream().create(tensor._storage)
+        stream().answer_for_all()
+    return tensor
 
 
 @handler("_pin_memory", "is_pinned", "record_stream")

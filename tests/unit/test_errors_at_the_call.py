@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, linalg
 
 from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands import telling
 from dormouse.gpuserver.commands.operators import refusal
 
 CUDA = "cuda"
@@ -217,3 +218,20 @@ def test_values_alone_are_computed_without_their_vectors(loopback: Any) -> None:
 
 def test_a_refused_operation_names_a_way_on() -> None:
     assert refusal("aten::segment_reduce").endswith("use others in its place, or call it on the CPU, with x.cpu()")
+
+
+def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program halves its batch when the GPU is full; what surely fits makes no round trip."""
+    monkeypatch.setattr(telling.Large, "nbytes", 1 << 16)
+    loopback.begin_lease()
+    answers = loopback.stream.answers
+    small, large = torch.empty(1 << 8, device=CUDA), torch.empty(1 << 14, device=CUDA)
+    assert answers.round_trips == 1
+    torch.cat([small, small])
+    assert answers.round_trips == 1
+    torch.cat([large.fill_(1.0), small])
+    assert answers.round_trips == 2
+    refused = 1 << 41
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="memory"):
+        torch.empty(refused >> 3, device=CUDA)
+    assert large.sum().item() == 1 << 14
