@@ -6,6 +6,7 @@ Worst first: what does not run, what was lost, what is late, what will be full.
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dormouse.core.errortext import gist
 from dormouse.core.quantities import duration, size
 
 NEARLY_FULL: Final = 0.95
@@ -92,8 +93,8 @@ def _store(store: dict[str, Any] | None) -> Iterator[str]:
 def _functions(functions: dict[str, Any]) -> Iterator[str]:
     for name, row in functions.items():
         if broken(row):
-            why = (row.get("error") or "").strip().splitlines()
-            yield f"{name} is {row['state']}: {why[-1] if why else 'its log says why'} (dormouse logs {name})"
+            why = gist(row.get("error") or "") or "its log says why"
+            yield f"{name} is {row['state']}: {why} (dormouse logs {name})"
     for name, row in functions.items():
         if (counted := late(row)) is not None:
             wanted = f"{row['percentile']:g} %" if "percentile" in row else "more"

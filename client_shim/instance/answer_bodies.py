@@ -24,7 +24,7 @@ PNG: Final = "image/png"
 PICTURES: Final = {PNG: "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 """Which the node writes itself: the first one, unless the client names another."""
 
-_TYPE: Final = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}( *; *[\w.-]{1,40}=[\w.+-]{1,80}){0,4}", re.ASCII)
+TYPE: Final = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}( *; *[\w.-]{1,40}=[\w.+-]{1,80}){0,4}", re.ASCII)
 
 
 def encode(value: Any, accept: str, limit_nbytes: int) -> tuple[bytes | memoryview, str]:
@@ -41,7 +41,7 @@ def _encoded(value: Any, accept: str) -> tuple[bytes | memoryview | None, str]:
     """None for what is JSON."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
         if isinstance(value[0], bytes | bytearray | memoryview):
-            if not _TYPE.fullmatch(value[1]):
+            if not TYPE.fullmatch(value[1]):
                 raise BadResponse(f"handle() returned bytes of type {value[1][:80]!r}: name one such as 'image/png'")
             return plain_bytes(value[0]), value[1]
         if _is_picture(value[0]):

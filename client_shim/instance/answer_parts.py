@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from dormouse.client_shim.instance import answer_bodies, codec
 from dormouse.schemas import messages as m
 
@@ -19,9 +21,13 @@ class PartSender:
     """
 
     def __init__(
-        self, request: int, send: Callable[[m.InstanceToRouter], None], wait_taken: Callable[[int], int]
+        self,
+        request: int,
+        send: Callable[[m.InstanceToRouter], None],
+        wait_taken: Callable[[int], int],
+        head: m.AnswerHead | None = None,
     ) -> None:
-        self._request = request
+        self._request, self._head = request, head
         self._send, self._wait_taken = send, wait_taken
         self._kind: m.StreamKind | None = None
         self._room_nbytes = m.STREAM_WINDOW_NBYTES
@@ -46,4 +52,5 @@ class PartSender:
                 self._room_nbytes += self._wait_taken(self._request)
             self._room_nbytes -= len(piece)
             first, self._kind = self._kind is None, kind
-            self._send(m.AnswerPart(request=self._request, body=piece, kind=kind if first else None))
+            part = m.AnswerPart(request=self._request, body=piece)
+            self._send(structs.replace(part, kind=kind, head=self._head) if first else part)

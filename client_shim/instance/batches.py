@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dormouse.client_shim.instance import answer_bodies, context, report
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
-from dormouse.client_shim.instance.hints import AskedRequest
+from dormouse.client_shim.instance.hints import AskedRequest, EncodedAnswer
 from dormouse.client_shim.node.router_port import LeaseRefusal
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -34,9 +34,19 @@ class FailedRequest(NamedTuple):
     code: str
     text: str
     param: str = ""
+    head: m.AnswerHead | None = None
 
 
-Outcome = tuple[bytes, str] | FailedRequest
+Outcome = EncodedAnswer | FailedRequest
+
+
+def said(request: int, outcome: Outcome) -> m.Returned | m.Raised:
+    """To the router, in one message."""
+    if isinstance(outcome, FailedRequest):
+        code, text, param, head = outcome
+        return m.Raised(request=request, code=code, text=text, param=param, head=head)
+    data = bytes(outcome.data)
+    return m.Returned(request=request, body=data, nbytes=len(data), kind=outcome.kind, head=outcome.head)
 
 
 class Batches:
@@ -117,13 +127,9 @@ class Batches:
         return None
 
     def _send(self, run: m.Run, outcome: Outcome) -> None:
-        if isinstance(outcome, FailedRequest):
-            if outcome.code not in (*report.CLIENTS, "cancelled"):
-                print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
-            self._router.send(m.Raised(request=run.request, code=outcome.code, text=outcome.text, param=outcome.param))
-            return
-        data, kind = outcome
-        self._router.send(m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind))
+        if isinstance(outcome, FailedRequest) and outcome.code not in (*report.CLIENTS, "cancelled"):
+            print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
+        self._router.send(said(run.request, outcome))
 
     # --- a batch
 
@@ -174,10 +180,9 @@ class Batches:
         if isinstance(result, BaseException):
             return self._failed(result)
         try:
-            data, kind = asked.answer(result, answer_bodies.MESSAGE_NBYTES)
-            return bytes(data), kind
+            return asked.answer(result, answer_bodies.MESSAGE_NBYTES)
         except (BadRequest, BadResponse) as error:
             return self._failed(error)
 
     def _failed(self, error: BaseException) -> FailedRequest:
-        return FailedRequest(*self._runner.verdict(error, "handle_batch()", "function_raised"), report.param(error))
+        return self._runner.failure(error, "handle_batch()")

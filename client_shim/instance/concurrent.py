@@ -23,9 +23,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dormouse.client_shim.instance import answer_bodies, context, report
-from dormouse.client_shim.instance.batches import FailedRequest, Outcome
+from dormouse.client_shim.instance.batches import FailedRequest, Outcome, said
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.handler import leave
+from dormouse.client_shim.instance.hints import EncodedAnswer
 from dormouse.schemas import messages as m
 
 if TYPE_CHECKING:
@@ -215,7 +216,6 @@ class Concurrent:
 
     def _ended(self, run: m.Run, task: "asyncio.Task[Outcome]") -> None:
         """Its answer is sent, however its task has ended, when its commands were answered for."""
-        answer: m.Returned | m.Raised
         try:
             outcome = task.result()
         except asyncio.CancelledError:
@@ -231,37 +231,30 @@ class Concurrent:
             if report.code(error, "") in ("executor_lost", "seat_lost"):
                 self._stream.lose_lease()
             outcome = outcome if isinstance(outcome, FailedRequest) else self._failure(error)
-        if isinstance(outcome, FailedRequest):
-            code, text, param = outcome
-            if code not in report.CLIENTS and code != "cancelled":
-                print(report.record(context.of(run), text), file=sys.stderr, flush=True)
-            answer = m.Raised(request=run.request, code=code, text=text, param=param)
-        else:
-            data, kind = outcome
-            answer = m.Returned(request=run.request, body=data, nbytes=len(data), kind=kind)
+        if isinstance(outcome, FailedRequest) and outcome.code not in (*report.CLIENTS, "cancelled"):
+            print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
         if len(self._open) == 1 and (remains := self._stream.remains()):  # what others have may go with them
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._send(m.Spoiled(text=remains))
         sys.stdout.flush()
-        self._send(answer)
+        self._send(said(run.request, outcome))
         del self._open[run.request]
         self._tasks.pop(run.request, None)
         self._begin()
         self.stepped()
 
     def _failure(self, error: BaseException) -> FailedRequest:
-        return FailedRequest(*self._runner.verdict(error, "handle()", "function_raised"), report.param(error))
+        return self._runner.failure(error, "handle()")
 
-    async def _answer(self, run: m.Run) -> tuple[bytes, str]:
+    async def _answer(self, run: m.Run) -> EncodedAnswer:
         assert run.body is not None, "requests of many come in messages"
-        request, answer = self._runner.hints.asked(run.body, run.kind, run.accept)
-        result = self._runner.function.handle(self._runner.state, request)
+        asked = self._runner.hints.asked(run.body, run.kind, run.accept)
+        result = self._runner.function.handle(self._runner.state, asked.value)
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, AsyncIterator | Iterator):
             raise BadResponse("handle() returned an iterator: deploy without --concurrency to answer in parts")
-        data, kind = answer(result, answer_bodies.MESSAGE_NBYTES)
-        return bytes(data), kind
+        return asked.answer(result, answer_bodies.MESSAGE_NBYTES)
 
     async def _end_tasks(self, number: int) -> None:
         """Those that it has left."""

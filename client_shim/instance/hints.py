@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import torch
 
-from dormouse.client_shim.instance import answer_bodies, codec, request_bodies, signatures
-from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance import answer_bodies, codec, publicly, request_bodies, signatures
+from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.inference import Inference
 from dormouse.client_shim.instance.request_bodies import RequestFile
 from dormouse.client_shim.instance.signatures import Signature
+from dormouse.core import answerhead
 from dormouse.schemas import messages as m
 from dormouse.schemas.open_inference import InferenceKind
 
@@ -30,7 +31,29 @@ class AskedRequest(NamedTuple):
     """
 
     value: Any
-    answer: Callable[[Any, int], tuple[bytes | memoryview, str]]
+    encode: Callable[[Any, int], tuple[bytes | memoryview, str]]
+
+    def answer(self, result: Any, most_nbytes: int) -> "EncodedAnswer":
+        """Raises BadResponse."""
+        if (response := publicly.response_of(result)) is None:
+            return EncodedAnswer(*self.encode(result, most_nbytes))
+        head, body, kind = publicly.head_of(response), response.body, publicly.kind_of(response)
+        if head is not None and head.status in answerhead.BODILESS:
+            if body not in (None, "", b""):
+                raise BadResponse(f"handle() answered with the status {head.status}, which has no body: leave it out")
+            return EncodedAnswer(b"", "", head)
+        if kind and isinstance(body, str):
+            body = body.encode(errors="backslashreplace")
+        data, own = self.encode(body, most_nbytes)
+        return EncodedAnswer(data, kind or own, head)
+
+
+class EncodedAnswer(NamedTuple):
+    """Its body, its content type, "" for JSON, and what else the function says of it."""
+
+    data: bytes | memoryview
+    kind: str = ""
+    head: m.AnswerHead | None = None
 
 
 class Hints:

@@ -21,6 +21,7 @@ MAX_CHARS: Final = 32 << 10
 
 CLIENTS: Final = (
     *("bad_json", "bad_body", "content_type", "invalid_request"),
+    "function_refused",
     *("invalid_value", "unsupported_parameter", "context_length_exceeded"),
 )
 """Codes of mistakes of who asks."""

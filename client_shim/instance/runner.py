@@ -17,17 +17,20 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
-from dormouse.client_shim.instance import context, report
+from dormouse.client_shim.instance import advice, context, publicly, report
 from dormouse.client_shim.instance.answer_parts import PartSender
+from dormouse.client_shim.instance.batches import FailedRequest
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
-from dormouse.client_shim.instance.hints import Hints
+from dormouse.client_shim.instance.hints import EncodedAnswer, Hints
 from dormouse.client_shim.instance.user_function import LoadFailure, UserFunction, function_of, hinted
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
+from dormouse.core.answers import Response
+from dormouse.core.errortext import HINT
 from dormouse.core.sandbox.confinement import ENVIRONMENT
 from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
@@ -51,13 +54,14 @@ class Runner:
         cancel: Cancellation,
         coroutines: Coroutines,
         limits: dict[str, str],
+        network: bool,
     ) -> None:
         self.backend = backend
         self.stream = stream
         self._request_area = memory.view[: layout.request_nbytes]
         self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
         self._cancel = cancel
-        self._limits = limits
+        self._limits, self._network = limits, network
         self._handler = Handler(coroutines)
         self.state: Any = None
         self.function: UserFunction
@@ -149,45 +153,51 @@ class Runner:
     def _answer(self, run: m.Run) -> m.Returned | m.Raised:
         """One request, its write-back included."""
         stream = self.stream
-        request = encode = result = parts = answer = None
-        failed: tuple[str, str, str] | None = None
+        asked = result = parts = answer = None
+        failed: FailedRequest | None = None
         try:
             assert run.lease is not None
             context.begin(run)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
-            request, encode = self.hints.asked(body, run.kind, run.accept)
-            result = self._handler.call(self.function.handle, self.state, request)
-            parts = self._handler.parts(result)
+            asked = self.hints.asked(body, run.kind, run.accept)
+            result = self._handler.call(self.function.handle, self.state, asked.value)
+            parts = self._handler.parts(result.body if isinstance(result, Response) else result)
             if parts and InferenceKind.of(run.kind) is not None:
                 raise BadResponse("handle() answers in parts, which /v2 cannot: POST /functions/NAME/invoke")
-            answer, kind = self._send_parts(run, parts) if parts else encode(result, len(self._response_area))
+            if parts:
+                head = publicly.head_of(result) if isinstance(result, Response) else None
+                answer = self._send_parts(run, parts, head)
+            else:
+                answer = asked.answer(result, len(self._response_area))
             self._handler.finish()
-            request = encode = result = parts = None  # they may hold tensors that would join the model
+            asked = result = parts = None  # they may hold tensors that would join the model
             stream.end_lease()
         except RequestCancelled:
             raise
         except BaseException as error:
-            failed = *self.verdict(error, "handle()", "function_raised"), report.param(error)
+            failed = self.failure(error, "handle()")
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
-            request = encode = result = parts = answer = None
-            return self._raised(run, *failed)
+            asked = result = parts = answer = None
+            return self._raised(run, failed)
         assert answer is not None
-        inline = len(answer) <= m.INLINE_BODY_NBYTES
+        data, kind, head = answer
+        inline = len(data) <= m.INLINE_BODY_NBYTES
         if not inline:
-            self._response_area[: len(answer)] = answer
-        said = bytes(answer) if inline else None
-        return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used, kind=kind)
+            self._response_area[: len(data)] = data
+        said = bytes(data) if inline else None
+        used = stream.last_used
+        return m.Returned(request=run.request, body=said, nbytes=len(data), used=used, kind=kind, head=head)
 
-    def _send_parts(self, run: m.Run, parts: Generator[Any, None, None]) -> tuple[bytes, str]:
+    def _send_parts(self, run: m.Run, parts: Generator[Any, None, None], head: m.AnswerHead | None) -> EncodedAnswer:
         """Each as soon as it is there. Returns what is left to answer: nothing."""
         router = self.backend.router
-        sender = PartSender(run.request, router.send, router.wait_taken)
+        sender = PartSender(run.request, router.send, router.wait_taken, head)
         with closing(parts):
             for part in parts:
                 sender.put(part)
         sender.finish()
-        return b"", ""
+        return EncodedAnswer(b"")
 
     def call(self, code: Callable[..., Any], *arguments: Any) -> Any:
         """Code of the function, whatever kind it is."""
@@ -196,17 +206,30 @@ class Runner:
         finally:
             self._handler.finish()
 
+    def failure(self, error: BaseException, where: str) -> FailedRequest:
+        """Of a request."""
+        try:
+            word = publicly.word_of(error, self.function.folder)
+        except Exception as other:  # user code: its exceptions are asked what they have to say
+            error, word = other, None
+        if word is not None:
+            return FailedRequest("function_refused", word.text, head=word.head)
+        return FailedRequest(*self.verdict(error, where, "function_raised"), report.param(error))
+
     def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""
         code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
         if name == "processes" and not _cannot_fork():  # threads may lack memory; EAGAIN has other reasons too
             name = "memory" if isinstance(error, RuntimeError) else ""
         if code in (otherwise, "out_of_memory") and name in self._limits:
-            return "limit_exceeded", f"{text}\nthe function's instance met its {self._limits[name]}"
+            return "limit_exceeded", f"{text}\n{HINT}the function's instance met its {self._limits[name]}"
+        if code == otherwise and (said := advice.hint(error, self._network)):
+            text = f"{text}\n{HINT}{said}"
         return code, text
 
-    def _raised(self, run: m.Run, code: str, text: str, param: str) -> m.Raised:
+    def _raised(self, run: m.Run, failed: FailedRequest) -> m.Raised:
         """Give the lease back. What the request made and Python still holds stays, as it does natively."""
+        code, text, param, head = failed
         if code in LOST:
             self.stream.lose_lease()
         elif self.stream.leased:
@@ -222,7 +245,8 @@ class Runner:
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         if code not in report.CLIENTS:  # those are none of the function's mistakes
             print(report.record(context.of(run), text), file=sys.stderr, flush=True)
-        return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used)
+        head = head if code == "function_refused" else None
+        return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used, head=head)
 
 
 def _cannot_fork() -> bool:
@@ -274,7 +298,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
     stream = install(backend, fork.device)
     backend.router.send(m.Importing(confinement=setting.confinement))
-    runner = Runner(backend, stream, memory, fork.arena, cancel, coroutines, setting.limits)
+    runner = Runner(backend, stream, memory, fork.arena, cancel, coroutines, setting.limits, fork.network)
     status = 1
     try:
         if fork.llm is not None:

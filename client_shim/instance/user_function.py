@@ -37,6 +37,7 @@ class UserFunction:
     unload: Callable[[Any], Any] | None = None
     handle_batch: Callable[[Any, list[Any]], Any] | None = None
     signature: Signature | None = None
+    folder: str = ""  # of its files
 
 
 def import_function(source: bytes, origin: str) -> UserFunction:
@@ -88,6 +89,7 @@ def import_function(source: bytes, origin: str) -> UserFunction:
         unload=found["unload"],
         handle_batch=batch,
         signature=signature,
+        folder=os.path.dirname(origin),
     )
 
 

@@ -1,7 +1,6 @@
 """`dormouse deploy`: a function, a language model or an adapter."""
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from dormouse.core.errortext import gist, hints
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.node.cli_secrets import variables
@@ -210,12 +210,10 @@ def _show_printed(printed: bytearray, data: bytes) -> None:
 
 
 def _not_deployed(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
-    """What is left to say: of a traceback that was just shown its last line; what helps; and what is served now."""
+    """What is left to say: of a traceback that was just shown, what was raised; what helps; and what is served now."""
     text = str(error).strip()
     if text.encode() in printed:
-        text = text.splitlines()[-1]
-    if re.match(r"ModuleNotFoundError: No module named '\w", text):
-        text += "; a requirements.txt beside the file brings libraries (docs/dependencies.md)"
+        text = "; ".join([gist(text), *hints(text)])
     with suppress(CallRefused, Unreachable, DormouseError):
         served = next((row["version"] for row in client.functions() if row["name"] == name), None)
         text += "\nnothing is deployed" if served is None else f"\nversion {served} goes on"

@@ -15,6 +15,7 @@ import orjson
 
 from dormouse.core import exposure, tenants
 from dormouse.core.audit import Audit
+from dormouse.core.errortext import gist
 from dormouse.core.keys import KeyFile, shown
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
@@ -292,7 +293,8 @@ class Admin:
             raise HttpError(queueing.absent(self._picture, name))
         function = self._picture.functions.get(name)
         stats = None if function is None else overview.own(self._requests.stats, function.spec)
-        return {"errors": [] if stats is None else [error._asdict() for error in reversed(stats.last_errors)]}
+        errors = [] if stats is None else reversed(stats.last_errors)
+        return {"errors": [error._asdict() | {"why": gist(error.text)} for error in errors]}
 
     async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:
         """Of the caller's functions, those that were removed included. Raises HttpError."""

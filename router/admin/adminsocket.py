@@ -256,7 +256,7 @@ async def _answer(connection: Connection, data: bytes, kind: str = "") -> None:
 
 def _dismiss(connection: Connection, failure: Failure) -> None:
     """The last word. Who does not read what it was told before does not get it."""
-    text = failure.text.encode()[-REASON_NBYTES:].decode(errors="replace")
+    text = (failure.whole or failure.text).encode()[-REASON_NBYTES:].decode(errors="replace")
     with suppress(PeerLost, BlockingIOError):
         connection.send(a.Refused(status=failure.status, code=failure.code, text=text))
     connection.close()

@@ -77,7 +77,7 @@ class Invoking:
         if job.state is not JobState.ENDED:
             raise refuse(409, "not_ended", f"job {job.id} has not ended: wait for it, or cancel it")
         result = await self._jobs.kept.answer(job)
-        if result.status >= 400:
+        if result.code:
             text = str(orjson.loads(result.body)["error"]["message"])
             raise HttpError(Failure(code=result.code, status=result.status, text=text))
         yield a.Said(data=result.body, kind="" if result.kind == "application/json" else result.kind)

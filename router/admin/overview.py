@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 from msgspec.structs import asdict
 
 from dormouse.core.config import NodeConfig, TenantSection
+from dormouse.core.errortext import gist
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.decisions.lives import longest_load_s, without_instance
@@ -93,7 +94,9 @@ def functions(
                 "idempotent": spec.idempotent,
                 "file": spec.entry,
                 "state": state(picture, function),
-                "error": function.failure.text if function.failure is not None else function.not_deployed or None,
+                "error": (why := function.failure.text if function.failure is not None else function.not_deployed)
+                or None,
+                "why": gist(why) or None,
                 "deploying": picture.deploy(name) is not None,
                 "instance": function.instance,
                 "instances": {each: picture.instances[each].state.value for each in function.instances},

@@ -49,7 +49,10 @@ def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
     logs, too.
     """
     if not reads:  # a traceback has what the function has
-        rows = {name: row | {"error": row.get("error") and UNREAD} for name, row in status["functions"].items()}
+        rows = {
+            name: row | {key: row.get(key) and UNREAD for key in ("error", "why")}
+            for name, row in status["functions"].items()
+        }
         status = status | {"functions": rows}
     said = status if whole else status | {"store": None}
     found = [*problems(said), *(strangers(status) if whole else ())]
@@ -69,6 +72,7 @@ def function(row: dict[str, Any]) -> dict[str, Any]:
     return _picked(row, FUNCTION) | {
         "instances": len(row.get("instances", ())),
         "error": error[-TEXT:] if error else None,
+        "why": row.get("why"),
         "broken": broken(row),
         "late": late(row) is not None,
         "shared_with": (shared := row.get("shared_with", ()))[:NAMES],

@@ -178,6 +178,7 @@ class BeginStream:
     request: int
     kind: m.StreamKind
     timing: Timing
+    head: m.AnswerHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,7 @@ class Answer:
     timing: Timing
     tokens: m.TokenCounts | None = None  # of a language model's
     kind: str = ""
+    head: m.AnswerHead | None = None
 
 
 @dataclass(frozen=True, slots=True)

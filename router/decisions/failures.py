@@ -2,8 +2,9 @@
 
 from typing import Final
 
+from dormouse.core.errortext import outward
 from dormouse.core.quantities import duration, sizes
-from dormouse.schemas.messages import Failure, FunctionSpec
+from dormouse.schemas.messages import AnswerHead, Failure, FunctionSpec
 
 _RAISED_STATUS: Final = {
     "function_raised": 500,
@@ -25,7 +26,13 @@ _RAISED_STATUS: Final = {
     "context_length_exceeded": 400,
 }
 
-CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status < 500)
+REFUSED: Final = "function_refused"
+"""The function has answered with an error that is meant for who has asked."""
+
+PUBLIC_CHARS: Final = 8000
+"""Of what it says there."""
+
+CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status < 500) | {REFUSED}
 """Mistakes of who asks, which say nothing of the function."""
 
 
@@ -154,8 +161,9 @@ def load_timed_out(timeout_ms: int, longest_ms: int | None = None) -> Failure:
 
 
 def not_loaded(name: str, cause: Failure) -> Failure:
-    text = f"function {name!r} cannot be loaded at the moment; deploy a version that loads. Cause: {cause.text}"
-    return Failure(code=cause.code, status=503, text=text, retryable=True)
+    text = f"function {name!r} cannot be loaded at the moment; deploy a version that loads. Cause: "
+    short, whole = text + outward(cause.text), text + cause.text
+    return Failure(code=cause.code, status=503, text=short, retryable=True, whole=whole if whole != short else "")
 
 
 def loading(name: str) -> Failure:
@@ -184,8 +192,15 @@ def raised(code: str, text: str, param: str = "") -> Failure:
     """What an instance said of its own request; an unknown code is not let through."""
     if code not in _RAISED_STATUS:
         code = "function_raised"
-    status = _RAISED_STATUS[code]
-    return Failure(code=code, status=status, text=text, retryable=status == 503, param=param[:100])
+    status, short = _RAISED_STATUS[code], outward(text)
+    whole = text if text != short else ""
+    return Failure(code=code, status=status, text=short, retryable=status == 503, param=param[:100], whole=whole)
+
+
+def refused(text: str, head: AnswerHead) -> Failure:
+    """The function's own error, for who has asked."""
+    said = text[:PUBLIC_CHARS]
+    return Failure(code=REFUSED, status=head.status, text=said, own=head.code, headers=head.headers)
 
 
 _LLM_STATUS: Final = {

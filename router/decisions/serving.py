@@ -225,7 +225,7 @@ def _part(p: RouterState, instance: Instance, part: m.AnswerPart, passed: list[t
     if request.streams == (part.kind is not None) or len(part.body) > m.CHUNK_NBYTES:
         return False
     if part.kind is not None:
-        p.out.append(e.BeginStream(name, part.kind, request.timing(p.now_s)))
+        p.out.append(e.BeginStream(name, part.kind, request.timing(p.now_s), part.head))
     request.streams, request.moved_s = True, p.now_s
     request.untaken_nbytes += len(part.body)
     passed.append((name, part.body))
@@ -266,8 +266,8 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
             function.failures = 0
             replicas.measured(p, function, p.now_s - request.granted_s, answer.tokens)
         timing = request.timing(p.now_s)
-        fate = e.Answer(name, instance.name, answer.body, answer.nbytes, timing, answer.tokens, answer.kind)
-        p.out.append(fate)
+        told = answer.body, answer.nbytes, timing, answer.tokens, answer.kind, answer.head
+        p.out.append(e.Answer(name, instance.name, *told))
     queueing.given_back(p, number, answer.used)
     queueing.through(p, instance, number)
 
@@ -282,7 +282,11 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         elif code in failures.CLIENTS:  # an answer like any other
             del p.requests[name]
             queueing.met(p, request, instance)
-            p.out.append(e.Fail(name, failures.raised(code, answer.text, answer.param), request.timing(p.now_s)))
+            if code == failures.REFUSED and answer.head is not None:
+                failure = failures.refused(answer.text, answer.head)
+            else:
+                failure = failures.raised(code, answer.text, answer.param)
+            p.out.append(e.Fail(name, failure, request.timing(p.now_s)))
         elif request.lost or (code == "executor_lost" and number not in instance.open):
             queueing.lose(p, request)
         else:

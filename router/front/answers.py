@@ -10,7 +10,7 @@ from typing import Final
 
 from dormouse.router.decisions import events as e
 from dormouse.router.front import openinference
-from dormouse.router.front.exchange import JSON, STREAM_HEADERS, Exchange, error_answer, foreign
+from dormouse.router.front.exchange import JSON, STREAM_HEADERS, Exchange, error_answer, foreign, own_head
 from dormouse.router.front.requests import Answered
 from dormouse.router.front.stats import parts
 from dormouse.router.front.streams import AnswerStream, Outcome
@@ -26,11 +26,10 @@ async def whole(x: Exchange, outcome: Outcome, data: bytes, infers: bool) -> Non
         await _end(x, None if isinstance(outcome, e.Answer) else outcome, m.SSE)
         return
     match outcome:
-        case e.Answer(timing=timing, kind=kind) if infers:
-            headers, plain = openinference.headers(kind)
-            await x.answer(200, data, [server_timing(timing), *headers], plain)
-        case e.Answer(timing=timing, kind=kind):
-            await x.answer(200, data, [server_timing(timing), *foreign(kind)], kind.encode() or JSON)
+        case e.Answer(timing=timing, kind=kind, head=head):
+            status, own = own_head(head)
+            headers, plain = openinference.headers(kind) if infers else (foreign(kind), kind.encode() or JSON)
+            await x.answer(status, data, [server_timing(timing), *own, *headers], plain)
         case e.Fail(failure=failure, timing=timing):
             await x.fail(failure, [server_timing(timing)])
         case e.Drop():
@@ -42,7 +41,9 @@ async def streamed(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
     ends with an error, bytes without an end.
     """
     if not x.begun:
-        x.begin(200, stream.kind.encode(), [*STREAM_HEADERS, server_timing(stream.timing)])
+        status, own = own_head(stream.head)
+        defaults = [each for each in STREAM_HEADERS if each[0] not in dict(own)]
+        x.begin(status, stream.kind.encode(), [*defaults, *own, server_timing(stream.timing)])
     stream.direct = x.chunk_now
     async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
         async for part in parts:
@@ -68,7 +69,7 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
         case e.Answer():
             x.end()
         case e.Fail(failure=failure) if kind == m.SSE:
-            body, _ = error_answer(failure, x.request_id.decode())
+            body, _ = error_answer(x.told(failure), x.request_id.decode())
             await x.chunk(b"event: error\ndata: %b\n\n" % body)
             x.end()
         case _:

@@ -10,14 +10,16 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import orjson
+from msgspec import structs
 
+from dormouse.core.answerhead import BODILESS
 from dormouse.core.quantities import size
 from dormouse.router.access.access import Refusal
 from dormouse.router.access.doorkeeper import Pairs
 from dormouse.router.front.bodies import Bodies, Body, NoRoom
 from dormouse.router.front.cycle import Cycle, Headers
 from dormouse.router.front.unpacking import CODINGS, BadCoding, Unpacker
-from dormouse.schemas.messages import Failure
+from dormouse.schemas.messages import AnswerHead, Failure
 
 STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """So that no proxy keeps parts back."""
@@ -55,6 +57,7 @@ class Exchange:
         self.scope = cycle.scope
         self.request_id = request_id
         self.extra: Pairs = ()  # headers of any answer
+        self.reads = False  # whether who asks may read functions' logs
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk
         self.chunk_now = cycle.chunk_now
@@ -131,6 +134,9 @@ class Exchange:
             return body.complete()
 
     async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = JSON) -> None:
+        if status in BODILESS:
+            self._cycle.answer_empty(status, self._headers(kind, headers))
+            return
         await self._cycle.answer(status, self._headers(kind, headers), body)
 
     def begin(self, status: int, kind: bytes, headers: Headers = ()) -> None:
@@ -146,7 +152,12 @@ class Exchange:
     async def answer_json(self, status: int, value: Any) -> None:
         await self.answer(status, orjson.dumps(value))
 
+    def told(self, failure: Failure) -> Failure:
+        """As who asks may read it."""
+        return structs.replace(failure, text=failure.whole) if self.reads and failure.whole else failure
+
     async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
+        failure = self.told(failure)
         word = inference_error if self.scope["path"].startswith("/v2") else error_answer
         status = _PLAIN.get(failure.status, failure.status) if word is inference_error else failure.status
         body, said = word(failure, self.request_id.decode())
@@ -161,17 +172,18 @@ _PLAIN: Final = {415: 400, 422: 400}
 
 def inference_error(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """As the Open Inference Protocol has errors."""
-    text = orjson.dumps({"error": f"{failure.code}: {failure.text}"})
+    text = orjson.dumps({"error": f"{failure.own or failure.code}: {failure.text}"})
     return text, error_answer(failure, request_id)[1]
 
 
 def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """Body and headers of an error."""
     kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
-    error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
+    error = {"code": failure.own or failure.code, "message": failure.text, "type": kind, "request_id": request_id}
     if failure.param:
         error["param"] = failure.param
-    return orjson.dumps({"error": error}), [(b"retry-after", b"1")] if failure.retryable else []
+    own = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+    return orjson.dumps({"error": error}), own + ([(b"retry-after", b"1")] if failure.retryable else [])
 
 
 def raw_error(failure: Failure) -> bytes:
@@ -191,6 +203,13 @@ def raw_error(failure: Failure) -> bytes:
 def foreign(kind: str) -> Pairs:
     """Of a function's answer of this type: a browser shall not take what is not JSON for a page of this node."""
     return _FOREIGN if kind else ()
+
+
+def own_head(head: AnswerHead | None) -> tuple[int, Pairs]:
+    """Status and headers of a function's answer."""
+    if head is None:
+        return 200, ()
+    return head.status, tuple((name.encode(), value.encode()) for name, value in head.headers.items())
 
 
 def too_large(limit_nbytes: int, why: str = "limits.body") -> HttpError:

@@ -122,6 +122,7 @@ class Application:
                 raise HttpError(entered.failure, entered.status != 429)
             x.answer_empty(entered.status)
             return
+        x.reads = "deploy" in entered.caller.rights
         if entered.caller.key:
             x.shows_key()
         elif x.crowded and self._gate.keys.wanted:

@@ -12,18 +12,6 @@ Kind = Literal["", "slow", "failed", "cold"]
 LAST: Final = 64
 """Of each kind."""
 
-WHY_CHARS: Final = 200
-
-
-def gist(text: str) -> str:
-    """One line of an error. Of a traceback, what was raised: it follows the frames, which are indented."""
-    lines = text.strip().splitlines()
-    if not lines:
-        return ""
-    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
-    after = (line for line in lines[frames[-1] + 1 if frames else 0 :] if not (frames and line.startswith("  ")))
-    return next(after, lines[-1])[:WHY_CHARS]
-
 
 class Past(NamedTuple):
     """One request that is over. ``at`` is when, of the Unix clock; ``outcome`` is "ok" or an error's code."""

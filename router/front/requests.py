@@ -12,6 +12,7 @@ from itertools import count
 from typing import Final
 
 from dormouse.core.config import LimitsSection, parse_nbytes
+from dormouse.core.errortext import gist
 from dormouse.router.access.access import Refusal
 from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
@@ -20,7 +21,7 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
-from dormouse.router.front.recent import Past, gist
+from dormouse.router.front.recent import Past
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.router.front.traced import traced
@@ -182,9 +183,10 @@ class Requests:
             case e.Answer(timing=timing, tokens=tokens):
                 code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
             case e.Fail(failure=failure, timing=timing):
-                code, late = failure.code, failure.status == 429 or failure.status >= 500
-                why = gist(failure.text)
-                stats.failed(code, failure.text)
+                code = failure.code
+                late = code != failures.REFUSED and (failure.status == 429 or failure.status >= 500)
+                why = gist(failure.whole or failure.text)
+                stats.failed(code, failure.whole or failure.text)
                 if late:
                     stats.late += 1
                     stats.tokens.in_time.append(0.0)

@@ -27,6 +27,7 @@ class AnswerStream:
     def __init__(self, begin: e.BeginStream, taken: Callable[[int], None]) -> None:
         self.kind = begin.kind
         self.timing = begin.timing
+        self.head = begin.head
         self.direct: Callable[[bytes], bool] | None = None
         self.last = b""  # the part that was given out last
         self.outcome: Outcome | None = None  # known once :meth:`parts` has ended

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from dormouse.core import answerhead
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.link import Link
@@ -23,6 +24,7 @@ from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
+from dormouse.router.decisions.failures import REFUSED
 from dormouse.router.decisions.runtimes import runtime_group
 from dormouse.router.decisions.state import SESSION_TENANT, most_open
 from dormouse.router.instances.functionlog import LogPipe
@@ -94,6 +96,8 @@ class InstanceHost:
             try:
                 if isinstance(message, m.Returned | m.Raised):
                     self._forget_soon()
+                if wrong := _wrong_head(message):
+                    return on_garbage(name, wrong)
                 on_message(name, self.masked(message))
             except Exception as error:  # the outermost frame of this instance's session
                 log.error("instance_raised", instance=name, story=traceback.format_exc())
@@ -163,6 +167,10 @@ class InstanceHost:
         match message:
             case _ if not self.mask:
                 return message
+            case m.Raised(text=text, head=head) if head is not None:
+                return structs.replace(message, text=self.mask.text(text), head=self._masked_head(head))
+            case m.Returned(head=head) | m.AnswerPart(head=head) if head is not None:
+                return structs.replace(message, head=self._masked_head(head))
             case m.Raised(text=text) | m.LoadFailed(text=text) | m.Spoiled(text=text):
                 return structs.replace(message, text=self.mask.text(text))
             case m.Loaded(warning=warning, schema=schema):
@@ -170,6 +178,9 @@ class InstanceHost:
                 return structs.replace(message, warning=self.mask.text(warning), schema=schema)
             case _:
                 return message
+
+    def _masked_head(self, head: m.AnswerHead) -> m.AnswerHead:
+        return structs.replace(head, headers={name: self.mask.text(value) for name, value in head.headers.items()})
 
     def give_up(self, request: int) -> None:
         """Say which request the coming signal is for."""
@@ -196,6 +207,16 @@ class InstanceHost:
         self.arena.close()
         with contextlib.suppress(OSError):  # else with the run directory
             remove_tree(self.directory)
+
+
+def _wrong_head(message: m.InstanceToRouter) -> str:
+    """What is wrong with what it says of its answer: nobody has looked whether it is an honest shim that does."""
+    head = message.head if isinstance(message, m.Returned | m.Raised | m.AnswerPart) else None
+    if head is None:
+        return "a refusal without a status" if isinstance(message, m.Raised) and message.code == REFUSED else ""
+    if head.code and not answerhead.CODE.fullmatch(head.code):
+        return f"an error called {head.code[:80]!r}"
+    return answerhead.wrong(head.status, head.headers, 400 if isinstance(message, m.Raised) else 200)
 
 
 class Instances:

@@ -13,7 +13,7 @@ from dormouse.schemas.messages import Failure
 
 def failed(failure: Failure, label: str, *headers: tuple[bytes, bytes]) -> Result:
     body, said = error_answer(failure, label)
-    return Result(failure.status, failure.code, "application/json", (*headers, *said), body)
+    return Result(failure.status, failure.own or failure.code, "application/json", (*headers, *said), body)
 
 
 def interrupted() -> Failure:

@@ -70,7 +70,7 @@ class Job:
         """For counts of them: its state, or how it has ended."""
         if self.state is not JobState.ENDED:
             return str(self.state.value)
-        return "succeeded" if self.status == 200 else "cancelled" if self.code == "cancelled" else "failed"
+        return "succeeded" if not self.code else "cancelled" if self.code == "cancelled" else "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import InstanceState, Phase, most_open
 from dormouse.router.front.answers import server_timing
 from dormouse.router.front.bodies import Body, NoRoom
-from dormouse.router.front.exchange import JSON, foreign
+from dormouse.router.front.exchange import JSON, foreign, own_head
 from dormouse.router.front.requests import Labels, not_run
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.front.tracing import Trace
@@ -174,7 +174,7 @@ class JobRuns:
         number, future = requests.submit(job.function, body, job.route, labels)
         job.request = number
         answer = await future
-        kind, timing = "", e.Timing()
+        kind, timing, head = "", e.Timing(), None
         if isinstance(answer, AnswerStream):
             kind, parts = answer.kind, []
             async with aclosing(answer.parts()) as coming:
@@ -184,15 +184,16 @@ class JobRuns:
                         requests.leave(number)
                         return answers.failed(answers.too_large(self._answer_nbytes), given.label)
                     parts.append(part)
-            outcome, data, timing = answer.outcome, b"".join(parts), answer.timing
+            outcome, data, timing, head = answer.outcome, b"".join(parts), answer.timing, answer.head
         else:
             outcome, data = answer
             self._has(job, len(data))
         match outcome:
             case e.Answer():
                 said = [server_timing(timing if kind else outcome.timing)]
-                said += foreign(outcome.kind)
-                return Result(200, "", kind or outcome.kind or JSON.decode(), tuple(said), data)
+                status, own = own_head(outcome.head or head)
+                said += [*own, *foreign(outcome.kind)]
+                return Result(status, "", kind or outcome.kind or JSON.decode(), tuple(said), data)
             case e.Fail(failure=failure, timing=timing):
                 failed = answers.failed(failure, given.label, server_timing(timing))
                 return NotRun(failed) if not_run(outcome) else failed

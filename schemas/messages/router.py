@@ -11,6 +11,9 @@ class Failure(Message, frozen=True, kw_only=True):
     text: str
     retryable: bool = False
     param: str = ""  # the field of the request that is wrong
+    whole: str = ""  # what the function's log has of it, if that is more: for who may read that
+    own: str = ""  # the function's own code
+    headers: dict[str, str] = {}  # and headers
 
 
 class Catalogue(Message, frozen=True, kw_only=True, tag=1):
@@ -183,6 +186,14 @@ class TokenCounts(Message, frozen=True, kw_only=True):
     tpot_us: int
 
 
+class AnswerHead(Message, frozen=True, kw_only=True):
+    """What a function says itself of its answer, as core/answerhead.py lets it; ``code`` of an error."""
+
+    status: int
+    headers: dict[str, str] = {}
+    code: str = ""
+
+
 class Returned(Message, frozen=True, kw_only=True, tag=5):
     """The answer: ``body`` if it is small, else ``nbytes`` of the response area; after chunks, that they were all.
     ``used`` as in Answered. ``kind`` is its content type, "" for JSON.
@@ -194,11 +205,13 @@ class Returned(Message, frozen=True, kw_only=True, tag=5):
     used: bool = True
     tokens: TokenCounts | None = None
     kind: str = ""
+    head: AnswerHead | None = None
 
 
 class Raised(Message, frozen=True, kw_only=True, tag=6):
     """The user's code raised. ``code`` is "function_raised", "out_of_memory", "executor_lost", "bad_response",
-    "cancelled", "model_damaged", "wake_failed", "seat_lost". ``used`` as in Answered.
+    "cancelled", "model_damaged", "wake_failed", "seat_lost". ``used`` as in Answered. Of "function_refused", an error
+    that is meant for who has asked, there is a ``head``.
     """
 
     request: int
@@ -206,14 +219,18 @@ class Raised(Message, frozen=True, kw_only=True, tag=6):
     text: str
     used: bool = True
     param: str = ""
+    head: AnswerHead | None = None
 
 
 class AnswerPart(Message, frozen=True, kw_only=True, tag=9):
-    """The next part of an answer, at most CHUNK_NBYTES; Returned or Raised ends it. The first one says its ``kind``."""
+    """The next part of an answer, at most CHUNK_NBYTES; Returned or Raised ends it. The first one says its ``kind``
+    and ``head``.
+    """
 
     request: int
     body: bytes
     kind: StreamKind | None = None
+    head: AnswerHead | None = None
 
 
 class AnswerParts(Message, frozen=True, kw_only=True, tag=10):

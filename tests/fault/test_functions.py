@@ -71,7 +71,7 @@ def test_an_exception_in_handle_comes_back_with_its_traceback(node: TestNode) ->
     node.deployed(
         "angry", "def load(): pass\ndef handle(state, request):\n    raise ValueError('bad ' + request['who'])\n"
     )
-    answer = node.invoke("angry", {"who": "luck"})
+    answer = node.told("angry", {"who": "luck"})
     assert (answer.status, answer.code) == (500, "function_raised")
     assert "ValueError: bad luck" in answer.message
     assert "in handle" in answer.message
@@ -91,7 +91,7 @@ def test_an_asynchronous_error_names_the_operation_and_the_line(node: TestNode) 
     """
     node.deployed("index", source)
     assert node.result("index", {"i": 3}) == [3]
-    answer = node.invoke("index", {"i": 99})
+    answer = node.told("index", {"i": 99})
     assert (answer.status, answer.code) == (500, "function_raised")
     assert "IndexError: index 99 is out of bounds" in answer.message
     assert "in aten::index.Tensor on cuda:0, issued by" in answer.message

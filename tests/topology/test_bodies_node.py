@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTION = """
@@ -47,6 +49,17 @@ class Said:
     @property
     def code(self) -> str:
         return str(json.loads(self.data)["error"]["code"])
+
+
+def send_to(node: TestNode, name: str, data: bytes, path: str = "/functions/{}/invoke", **headers: str) -> Said:
+    connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
+    try:
+        said = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request("POST", path.format(name), data, {"Content-Type": "application/json"} | said)
+        response = connection.getresponse()
+        return Said(response.status, response.read(), {k.lower(): v for k, v in response.getheaders()})
+    finally:
+        connection.close()
 
 
 def send(node: TestNode, data: bytes, kind: str | None, **headers: str) -> Said:
@@ -160,3 +173,141 @@ def test_a_job_keeps_the_type_of_its_body_and_of_its_answer(node: TestNode) -> N
         assert (answer.headers["content-type"], answer.headers["content-security-policy"]) == ("image/x-odd", "sandbox")
     other = send(node, b"\x00", "image/x-other", idempotency_key="k")
     assert (other.status, other.code) == (422, "idempotency_key_reused")
+
+
+PUBLIC = """
+from dormouse import PublicError, Response
+
+class Missing(LookupError):
+    status_code = 404
+    code = "no_such_image"
+    headers = {"X-Seen": "yes"}
+
+class Upstream(Exception):
+    status_code = 404
+
+Upstream.__module__ = "json"  # as if a library had it
+
+def load():
+    pass
+
+def one(request):
+    what = request if isinstance(request, str) else ""
+    if what == "error":
+        raise PublicError(409, "there is one already", code="taken", headers={"Retry-After": "7"})
+    if what == "missing":
+        raise Missing("no image of that name")
+    if what == "upstream":
+        raise Upstream("a service has said so")
+    if what == "status":
+        raise PublicError(200, "fine")
+    if what == "created":
+        return Response({"id": 5}, status=201, headers={"Location": "/images/5"})
+    if what == "text":
+        return Response("<p>text</p>", kind="text/html")
+    if what == "empty":
+        return Response(status=204)
+    if what == "split":
+        return Response(1, headers={"x-a": "b\\r\\nx-evil: 1"})
+    if what == "framing":
+        return Response(1, headers={"Transfer-Encoding": "chunked"})
+    if what == "cookie":
+        return Response(1, headers={"set-cookie": "a=b"})
+    if what == "flask":
+        return {"a": 1}, 404
+    if what == "bytes":
+        return b"x", 404
+    return request
+"""
+FORMS = {
+    "plain": "def handle(state, request):\n    return one(request)\n",
+    "many": "async def handle(state, request):\n    return one(request)\n",
+    "batch": (
+        "def tried(request):\n    try:\n        return one(request)\n"
+        "    except Exception as error:\n        return error\n"
+        "def handle_batch(state, requests):\n    return [tried(each) for each in requests]\n"
+    ),
+}
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "many": {"concurrency": 4}, "batch": {"batch": 4}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_says_status_headers_and_errors_for_who_has_asked(node: TestNode, form: str) -> None:
+    """Which none of its own failures are; what it may not say is its mistake, by name."""
+    name = f"public-{form}"
+    node.deployed(name, PUBLIC + FORMS[form], **SETTINGS[form])
+
+    def said(what: str) -> tuple[int, str, str]:
+        answer = send_to(node, name, json.dumps(what).encode())
+        error = json.loads(answer.data)["error"]
+        return answer.status, error["code"], error["message"]
+
+    taken = send_to(node, name, b'"error"')
+    assert (taken.status, taken.code, taken.headers["retry-after"]) == (409, "taken", "7")
+    assert json.loads(taken.data)["error"]["message"] == "there is one already"
+    missing = send_to(node, name, b'"missing"')
+    assert (missing.status, missing.code, missing.headers["x-seen"]) == (404, "no_such_image", "yes")
+    created = send_to(node, name, b'"created"')
+    assert (created.status, created.data, created.headers["location"]) == (201, b'{"id":5}', "/images/5")
+    text = send_to(node, name, b'"text"')
+    assert (text.status, text.data, text.headers["content-type"]) == (200, b"<p>text</p>", "text/html")
+    assert text.headers["content-security-policy"] == "sandbox"
+    empty = send_to(node, name, b'"empty"')
+    assert (empty.status, empty.data, empty.headers.get("content-length")) == (204, b"", None)
+    (row,) = [row for row in node.admin.functions() if row["name"] == name]
+    assert (row["errors"], row["outcomes"]) == (0, {"function_refused": 2, "ok": 3})
+    assert said("upstream")[:2] == (500, "function_raised")
+    wrong = {what: said(what) for what in ("status", "split", "framing", "cookie", "flask", "bytes")}
+    assert {each[:2] for each in wrong.values()} == {(500, "bad_response")}
+    assert "the status 200: a function answers with 400 to 499" in wrong["status"][2]
+    assert "'x-a' with the value 'b\\r\\nx-evil: 1'" in wrong["split"][2]
+    assert "'transfer-encoding', which is the node's own" in wrong["framing"][2]
+    assert "'set-cookie', which is the node's own" in wrong["cookie"][2]
+    assert "Response(body, status=404" in wrong["flask"][2]
+    assert "Response(body, status=404" in wrong["bytes"][2]
+
+
+def test_jobs_streams_and_replays_have_them_too(node: TestNode) -> None:
+    streamed = """
+from dormouse import PublicError, Response
+
+def load(): pass
+
+def handle(state, request):
+    if request == "stream":
+        return Response(iter(["a", "b"]), status=202, headers={"x-part": "1"})
+    if request == "late":
+        return Response(late())
+    raise PublicError(410, "it is gone", headers={"x-gone": "1"})
+
+def late():
+    yield "a"
+    raise PublicError(429, "slowly", code="slowly")
+"""
+    node.deployed("s", streamed)
+    stream = send_to(node, "s", b'"stream"')
+    assert (stream.status, stream.headers["x-part"], stream.data) == (202, "1", b"data: a\n\ndata: b\n\n")
+    assert stream.headers["cache-control"] == "no-cache"
+    late = send_to(node, "s", b'"late"')
+    assert (late.status, late.data.startswith(b"data: a\n\nevent: error\ndata: ")) == (200, True)
+    assert json.loads(late.data.rpartition(b"data: ")[2])["error"]["code"] == "slowly"
+    first, again = (send_to(node, "s", b'"x"', Idempotency_Key="one") for _ in range(2))
+    assert [(each.status, each.code, each.headers["x-gone"]) for each in (first, again)] == [(410, "gone", "1")] * 2
+    assert again.headers["idempotency-replayed"] == "true"
+    replayed = [send_to(node, "s", b'"stream"', Idempotency_Key="two") for _ in range(2)]
+    assert [(each.status, each.headers["x-part"]) for each in replayed] == [(202, "1")] * 2
+    tensors = json.dumps({"inputs": [{"name": "input", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}).encode()
+    inferred = send_to(node, "s", tensors, "/v2/models/{}/infer")
+    assert (inferred.status, json.loads(inferred.data)) == (410, {"error": "gone: it is gone"})
+
+
+def test_only_who_may_deploy_reads_where_it_was_raised(node: TestNode) -> None:
+    """Others read what was raised, without a path; also of one that cannot be loaded."""
+    source = "def load():\n    pass\ndef handle(state, request):\n    open('/srv/models/private/weights.bin')\n"
+    node.deployed("raises", source)
+    said = json.loads(send_to(node, "raises", b"1").data)["error"]["message"]
+    assert said.startswith("FileNotFoundError: [Errno 2] No such file or directory: 'weights.bin'\n")
+    assert [word in said for word in ("private", "line 4")] == [False, False]
+    assert said.endswith("\nthe function's log has the rest")
+    with pytest.raises(CallRefused, match=r"line 4, in handle\n.*private/weights.bin"):
+        list(node.admin.invoke("raises", b"1"))

@@ -272,6 +272,14 @@ def test_a_key_that_is_revoked_watches_and_follows_no_more() -> None:
                 said = b"asked %d\n" % number
                 assert [said in iter(line, b"") for line in followers] == [True] * 3
                 assert any(said in piece for piece in pieces)
+        holders.append(node.admin.create_key(Wish(scopes=("invoke",)))["key"])
+        failed = [
+            node.http("POST", "/functions/a/invoke", "fail", headers={"authorization": f"Bearer {key}"})
+            for key in (holders[0], *holders[2:])
+        ]
+        frames = ["line 9, in handle" in answer.message for answer in failed]
+        assert frames == [True, True, False], "only who may deploy reads them"
+        assert failed[2].message == "ValueError: <b>as asked</b>\nthe function's log has the rest"
         with Stream(node, session) as stream:
             assert stream.until("rights", "snapshot") == ["admin", "deploy", "invoke", "metrics"]
             assert node.admin.end_dashboards() == 1

@@ -599,7 +599,7 @@ def test_a_network_only_where_the_node_grants_it(granted: bool) -> None:
         assert refused.status == (200 if granted else 403)
         node.deployed("f", source)
         if "net" in node.status()["node"]["confinement"]:
-            assert "in create_connection" in node.invoke("f", node.port).message
+            assert "in create_connection" in node.told("f", node.port).message
         if granted:
             node.deployed("f", source, network=True)
             assert node.result("f", node.port) == "connected"
@@ -621,7 +621,7 @@ def test_a_network_that_the_node_takes_back() -> None:
         node.file.write_text(node.file.read_text().replace("network = true", "network = false"))
         node.start()
         if "net" in node.status()["node"]["confinement"]:
-            assert "in create_connection" in node.invoke("g", node.port).message
+            assert "in create_connection" in node.told("g", node.port).message
         with pytest.raises(CallRefused) as refused:
             node.admin.roll_back("f", 0)
         assert refused.value.code == "network_refused"

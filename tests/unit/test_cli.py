@@ -444,7 +444,7 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     }
     service |= {"rate_s": 1.0, "run_ms": None, "wake_ms": None, "heavy": None}
     many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
-    many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
+    many["f007"] |= {"state": "quarantined", "error": "ValueError: twice\nmore of it"}
     many["f008"] |= {"service": service, "percentile": 98.0, "errors": 0}
     many["f009"] |= {"service": service | {"counted": 19}}  # too few to say
     many["f010"] |= {"queued": 7, "jobs": {"queued": 5, "failed": 1}}
@@ -464,7 +464,7 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
         "! not ready: waits for f007",
         "! store: trouble: the disk is full",
         "! store: 100% of what models may take (host); remove functions, or raise the limit",
-        "! f007 is quarantined: the GPU died (dormouse logs f007)",
+        "! f007 is quarantined: ValueError: twice … (dormouse logs f007)",
         "! f008 is late: 90.0% of 200 in time, 98 % wanted (dormouse requests f008 --slow)",
         "! 31 wait for a GPU, f010 for 2.5 s: all are busy",
         "! tenant shop is over its share of the GPUs' time: its requests come last",
@@ -641,7 +641,10 @@ def test_a_deploy_that_does_not_load_says_why_once_and_what_goes_on(
     dormouse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "function.py").write_text("def handle(s, r): pass\n")
-    report = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'cowsay'"
+    report = (
+        "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'cowsay'\n"
+        "dormouse: a requirements.txt beside the file brings libraries (docs/dependencies.md)"
+    )
 
     def deploy(self: AdminClient, *_: Any, **__: Any) -> None:
         _[-1](b"--- instance 1-1 starts\n" + report.encode() + b"\n")

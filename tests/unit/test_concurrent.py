@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim.instance.batches import Batches
+from dormouse.client_shim.instance.batches import Batches, FailedRequest
 from dormouse.client_shim.instance.concurrent import LEASE_S, Concurrent
 from dormouse.client_shim.instance.hints import Hints
 from dormouse.schemas import messages as m
@@ -76,6 +76,9 @@ class PlayedRunner:
 
     def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         return otherwise, repr(error)
+
+    def failure(self, error: BaseException, where: str) -> FailedRequest:
+        return FailedRequest(*self.verdict(error, where, "function_raised"))
 
     def call(self, what: Any, *arguments: Any) -> Any:
         return what(*arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim.instance.batches import NOBODY, Batches
+from dormouse.client_shim.instance.batches import NOBODY, Batches, FailedRequest
 from dormouse.client_shim.instance.hints import Hints
 from dormouse.client_shim.node.router_port import LeaseRefusal
 from dormouse.schemas import messages as m
@@ -75,7 +75,9 @@ def served(handle_batch: Callable[[None, list[int]], Any], first: News, router: 
         state=None,
         hints=Hints(handle_batch, each=True),
         call=lambda function, *arguments: function(*arguments),
-        verdict=lambda error, *_: (getattr(error, "code", "function_raised"), str(error)),
+        failure=lambda error, *_: FailedRequest(
+            getattr(error, "code", "function_raised"), str(error), getattr(error, "param", "")
+        ),
     )
     router.next = first
     Batches(runner).serve()

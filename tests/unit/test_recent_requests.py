@@ -1,9 +1,7 @@
 """A function's last requests: which of them are remembered, and what is said of them."""
 
-import pytest
-
 from dormouse.router.decisions.events import Timing
-from dormouse.router.front.recent import LAST, WHY_CHARS, LastRequests, Past, gist
+from dormouse.router.front.recent import LAST, LastRequests, Past
 
 
 def _past(number: int, outcome: str = "ok", source: str = "gpu", late: bool = False) -> Past:
@@ -51,22 +49,3 @@ def test_what_is_said_of_one() -> None:
 def test_why_one_failed_is_said_to_who_may_read_it() -> None:
     past = _past(1, "function_raised")._replace(why="KeyError: 'x'")
     assert (past.told("f", True)["error"], past.told("f", False)["error"]) == ("KeyError: 'x'", None)
-
-
-FRAME = '  File "/function/f.py", line 3, in handle\n    x = request["x"]\n        ~~~~~~~^^^^^\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", ""),
-        ("the GPU died\nand more", "the GPU died"),
-        (f"Traceback (most recent call last):\n{FRAME}KeyError: 'x'\n", "KeyError: 'x'"),
-        (f"Traceback (most recent call last):\n{FRAME}ValueError: one\n  two\nthree", "ValueError: one"),
-        (f"Traceback:\n{FRAME}OSError: a\n\nDuring that:\n\nTraceback:\n{FRAME}KeyError: 'x'", "KeyError: 'x'"),
-        (f"Traceback (most recent call last):\n{FRAME}", "        ~~~~~~~^^^^^"),
-        ("x" * 300, "x" * WHY_CHARS),
-    ],
-)
-def test_the_gist_of_an_error(text: str, said: str) -> None:
-    assert gist(text) == said

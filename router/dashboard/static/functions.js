@@ -31,10 +31,9 @@ const COLUMNS = [
   ["model", "n", (row) => (row.nbytes ? size(row.nbytes) : ""), (row) => row.nbytes ?? 0, true],
   ["where", "", where, where],
   ["wakes", "n", (row) => row.wakes || "", (row) => row.wakes ?? 0, true],
-  ["error", "what", (row) => lastLine(row.error), (row) => (row.error ? 0 : 1)],
+  ["error", "what", (row) => row.why ?? "", (row) => (row.error ? 0 : 1)],
 ];
 
-const lastLine = (error) => (error ?? "").trim().split("\n").at(-1);
 
 export class Functions {
   constructor(box) {

@@ -153,7 +153,7 @@ export class One {
       }
       const { errors } = await answer.json();
       this.errors.replaceChildren(...(errors.length ? errors.map((error) => h("details", {},
-        h("summary", {}, `${new Date(error.at_s * 1000).toLocaleTimeString()} ${error.code}: ${last(error.text)}`),
+        h("summary", {}, `${new Date(error.at_s * 1000).toLocaleTimeString()} ${error.code}: ${error.why}`),
         h("pre", { tabindex: 0 }, error.text))) : [h("p", { class: "quiet" }, "none since the router's start")]));
     } catch (error) {
       if (name === this.name) this.errors.replaceChildren(h("p", { class: "quiet" }, error.message));
