@@ -63,7 +63,7 @@ def wanted_tensors(config: AdapterConfig, model: Any) -> WantedTensors:
     own = {name: module for name in parameters for module in saved if name.startswith(f"{module}.")}
     for name, module in own.items():
         replace(PREFIX + name, [name])
-        if config.bias == "all" and "bias" in name:  # PEFT has it twice then, and the base's too
+        if module in ends or (config.bias == "all" and "bias" in name):  # PEFT may have it twice, and the base's too
             for copy in ("modules_to_save", "original_module"):
                 tensor = f"{PREFIX}{module}.{copy}{name.removeprefix(module)}"
                 wanted.shapes[tensor] = tuple(parameters[name].shape)

@@ -134,6 +134,14 @@ def test_embeddings_that_were_saved_though_nothing_trained_them(tmp_path: Path) 
     assert set(found.replaced) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_embedding_that_is_trained_as_a_whole_and_saved_as_a_layer_too(tmp_path: Path, end: str) -> None:
+    """PEFT writes it three times then; it loads the one that has the module's own name."""
+    saved = {"target_modules": ["q_proj"], "modules_to_save": [end]}
+    _same(tmp_path, "llama", {}, {"save_embedding_layers": True}, **saved)
+    assert any(name.endswith(f"{end}.original_module.weight") for name in load_file(tmp_path / WEIGHTS))
+
+
 @pytest.mark.parametrize("end", ["model.embed_tokens", "lm_head"])
 def test_one_use_of_tied_embeddings_was_saved(tmp_path: Path, end: str) -> None:
     """PEFT saves the base's beside what it adds to it, and loads it into both uses, whatever it is."""
