@@ -8,8 +8,10 @@ from language_models import TEMPLATE, reference, tokenizer
 from transformers import PreTrainedModel
 
 
-def write_gguf(path: Path, seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """A Llama with its tokenizer and template; ``fields`` are further numbers. Returns the model."""
+def write_gguf(path: Path, seed: int = 0, ends: dict[str, int] | None = None, **fields: Any) -> PreTrainedModel:
+    """A Llama with its tokenizer and template; ``ends`` are tokens such as `eot`, ``fields`` further numbers. Returns
+    the model.
+    """
     import gguf
 
     model = reference("llama", seed)
@@ -24,6 +26,8 @@ def write_gguf(path: Path, seed: int = 0, **fields: Any) -> PreTrainedModel:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    for name, token in (ends or {}).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     for name, value in fields.items():
         writer.add_float32(name.replace("__", "."), value)
     _add_tokenizer(writer, config.vocab_size)

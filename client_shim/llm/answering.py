@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from dormouse.client_shim.llm.answers import Choice, ToolCall
+from dormouse.client_shim.llm.answers import Choice, ToolCall, logprob_entry
+from dormouse.client_shim.llm.decoding import UnreadableTokens
 from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
-from dormouse.client_shim.llm.text import UnreadableTokens
+from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.client_shim.llm.tool_calls import CallBegun, CallEnded, CallPart, Piece
 from dormouse.client_shim.node.router_port import RouterPort
@@ -137,8 +138,8 @@ class Answering:
             return
         ended = token.finish == "stop"  # its token is no text
         try:
+            told = [] if token.logprob is None or ended else [self._logprob(generation.text, token)]
             text = generation.text.put([] if ended else [token.token], last=bool(finish))
-            told = [] if token.logprob is None or ended else [self._logprob(token)]
         except UnreadableTokens as error:
             self._fail(request, "bad_response", str(error))
             return
@@ -208,13 +209,9 @@ class Answering:
             return b""
         return request.answer.arguments(choice.index, len(choice.calls) - 1, piece.text)
 
-    def _logprob(self, token: m.ChosenToken) -> dict[str, Any]:
-        def entry(number: int, logprob: float) -> dict[str, Any]:
-            text = self._words.token_text(number)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        top = [entry(number, logprob) for number, logprob in token.top]
-        return {**entry(token.token, token.logprob or 0.0), "top_logprobs": top}
+    def _logprob(self, before: TextStream, token: m.ChosenToken) -> dict[str, Any]:
+        top = [logprob_entry(*before.told(number), logprob) for number, logprob in token.top]
+        return {**logprob_entry(*before.told(token.token), token.logprob or 0.0), "top_logprobs": top}
 
     def _finish(self, request: OpenRequest) -> None:
         request.counts = counts(request, time.monotonic())

@@ -1,5 +1,6 @@
 """Answers as OpenAI's interface has them: whole, and in server-sent events."""
 
+import codecs
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,6 +45,7 @@ class OpenAiAnswer:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
     wants_logprobs: bool = False
+    _told: dict[int, "_LogprobsOfCompletions"] = field(default_factory=dict)  # by choice
     _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # by choice: what is around a part's text
 
     def _head(self, chunk: bool) -> dict[str, Any]:
@@ -60,13 +62,17 @@ class OpenAiAnswer:
         text = "".join(choice.text)
         said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
         if self.kind == "completions":
-            said |= {"text": text, "logprobs": _of_completions(choice.logprobs) if self.wants_logprobs else None}
+            told = self._legacy(choice.index, choice.logprobs) if self.wants_logprobs else None
+            said |= {"text": text, "logprobs": told}
         else:
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.calls:
                 message |= {"content": text or None, "tool_calls": [_called(call) for call in choice.calls]}
             said |= {"message": message, "logprobs": {"content": choice.logprobs} if self.wants_logprobs else None}
         return said
+
+    def _legacy(self, index: int, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._told.setdefault(index, _LogprobsOfCompletions()).told(logprobs)
 
     def first(self, index: int) -> bytes:
         """Before any text: only chats have it."""
@@ -86,7 +92,7 @@ class OpenAiAnswer:
 
     def _text_part(self, index: int, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         if self.kind == "completions":
-            told: Any = _of_completions(logprobs) if self.wants_logprobs else None
+            told: Any = self._legacy(index, logprobs) if self.wants_logprobs else None
             return self._part({"index": index, "text": text, "logprobs": told, "finish_reason": None})
         told = {"content": logprobs} if self.wants_logprobs else None
         return self._part({"index": index, "delta": {"content": text}, "logprobs": told, "finish_reason": None})
@@ -133,10 +139,42 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def _of_completions(logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "tokens": [each["token"] for each in logprobs],
-        "token_logprobs": [each["logprob"] for each in logprobs],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in logprobs],
-        "text_offset": [],
-    }
+def logprob_entry(name: str, text: bytes | None, logprob: float) -> dict[str, Any]:
+    """Of a token. Parts of characters are written as escapes; a token that is no text has its name, and no bytes."""
+    said = name if text is None else text.decode(errors="backslashreplace")
+    return {"token": said, "logprob": logprob, "bytes": None if text is None else list(text)}
+
+
+class _LogprobsOfCompletions:
+    """Of one choice. Of tokens with the same text, the most probable one is told."""
+
+    def __init__(self) -> None:
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # of the next token, in the text
+
+    def told(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "tokens": [_text_of(each) for each in entries],
+            "token_logprobs": [each["logprob"] for each in entries],
+            "top_logprobs": [_by_text([*each["top_logprobs"], each]) for each in entries],
+            "text_offset": [self._next(each["bytes"]) for each in entries],
+        }
+
+    def _next(self, text: list[int] | None) -> int:
+        offset = self._offset
+        self._offset += len(self._characters.decode(bytes(text or ())))
+        return offset
+
+
+def _text_of(entry: dict[str, Any]) -> str:
+    """Parts of characters are marked: OpenAI does it so."""
+    text: str = entry["token"]
+    told = entry["bytes"] is None or text.encode() == bytes(entry["bytes"])
+    return text if told else f"bytes:{text}"
+
+
+def _by_text(entries: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in sorted(entries, key=lambda entry: -entry["logprob"]):
+        found.setdefault(_text_of(each), each["logprob"])
+    return found

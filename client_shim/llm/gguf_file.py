@@ -47,6 +47,15 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
 
 
+def gguf_ends(folder: str, name: str) -> list[Any]:
+    """The tokens that it names as ends: of a text, a turn, a message. Of one that was read before."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(os.path.join(folder, name)).fields
+    ends = [fields.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return [int(field.contents()) for field in ends if field is not None and np.ndim(field.contents()) == 0]
+
+
 class GgufFile:
     """Its weights. ``model`` has the modules that they are for. Raises BadFolder."""
 

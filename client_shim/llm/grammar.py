@@ -108,8 +108,27 @@ class Grammars:
 
     def _made(self, text: str) -> Grammar:
         """Raises BrokenGrammar."""
+        words = self._library_words()
+        import llguidance
+
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(words, text, limits=limits, log_level=0)
+        grammar = Grammar(matcher, -(-self._vocabulary // 8))
+        grammar.fresh().mask()  # some that were compiled cannot begin
+        return grammar
+
+    def marks(self, names: Sequence[str]) -> dict[str, int]:
+        """Those that are a token which is no text to the library: some that only look so are text to the tokenizer."""
         try:
-            import llguidance
+            words = self._library_words()
+        except BrokenGrammar:
+            return {}  # which is said when the grammar is compiled
+        found = {name: self._tokenizer.convert_tokens_to_ids(name) for name in names}
+        return {name: token for name, token in found.items() if token is not None and words.is_special_token(token)}
+
+    def _library_words(self) -> Any:
+        """Raises BrokenGrammar."""
+        try:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise BrokenGrammar("the node's environment lacks llguidance: pip install 'dormouse[llm]'") from error
@@ -120,8 +139,4 @@ class Grammars:
                 self._words = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
             except ValueError as error:
                 raise BrokenGrammar(f"this model's tokenizer has no form that grammars need: {error}") from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._words, text, limits=limits, log_level=0)
-        grammar = Grammar(matcher, -(-self._vocabulary // 8))
-        grammar.fresh().mask()  # some that were compiled cannot begin
-        return grammar
+        return self._words

@@ -2,17 +2,19 @@
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from os.path import join
 from types import FrameType
 from typing import Any, Final
 
+from dormouse.client_shim.llm.decoding import Decoding, of_library
 from dormouse.client_shim.llm.folder import BadFolder, read_json
+from dormouse.client_shim.llm.gguf_file import gguf_ends
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.messages import templated
 from dormouse.client_shim.llm.requests import RefusedRequest
-from dormouse.client_shim.llm.text import WINDOW, UnreadableTokens
+from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tools import ToolFormat, format_of
 from dormouse.schemas.llm import DecoderSpec
 
@@ -29,7 +31,7 @@ def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
         found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **where)
         found.encode("a")
     except BaseException as error:  # whatever a stranger's files make it raise
-        if not _of_library(error):
+        if not of_library(error):
             raise
         raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
     # Of a GGUF file transformers adds tokens that a family is used to have; what a text has of them is refused.
@@ -44,26 +46,19 @@ class Words:
 
     def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "") -> None:
         self._tokenizer, self._vocabulary = tokenizer_of(folder, spec.vocabulary, gguf), spec.vocabulary
-        tokenizer = self._tokenizer
-        plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if tokenizer.is_fast else plain
-        self.window = 0 if _bytewise(tokenizer) else WINDOW  # of TextStream
-        self.ends = self._ends(folder)
+        self._decoding = Decoding(self._tokenizer)
+        self.special = self._decoding.special  # tokens that are no text, by their names
+        self.ends = self._ends(folder, gguf)
         self.grammars = Grammars(self._tokenizer, spec.vocabulary, self.ends)
-        special = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
-        self.special: dict[str, int] = dict(special)  # tokens that are no text, by their names
-        self._special_ids = frozenset(self.special.values())
 
-    def _ends(self, folder: str) -> list[int]:
-        """Tokens that end an answer, by the folder's files."""
-        found: set[int] = set()
-        names = [
-            name for name in ("generation_config.json", "config.json") if os.path.exists(os.path.join(folder, name))
-        ]
+    def _ends(self, folder: str, gguf: str) -> list[int]:
+        """Tokens that end an answer, by all that the folder's files say."""
+        names = [name for name in ("generation_config.json", "config.json") if os.path.exists(join(folder, name))]
         said = [read_json(folder, name).get("eos_token_id") for name in names]
-        for each in (*said, self._tokenizer.eos_token_id):
-            found.update(token for token in (each if isinstance(each, list) else [each]) if isinstance(token, int))
-        return sorted(found)
+        said += gguf_ends(folder, gguf) if gguf else []
+        said += [getattr(self._tokenizer, f"{end}_token_id", None) for end in ("eos", "eot", "eom")]
+        tokens = [token for each in said for token in (each if isinstance(each, list) else [each])]
+        return sorted({token for token in tokens if type(token) is int and 0 <= token < self._vocabulary})
 
     def tool_format(self) -> ToolFormat:
         """How it calls tools. Raises RefusedRequest if it does not, or in no known form."""
@@ -99,30 +94,14 @@ class Words:
         """Raises RefusedRequest."""
         found = encoded(self._tokenizer, text, "messages", special)
         if found and max(found) >= self._vocabulary:
-            token = self.token_text(max(found))
+            token = self._decoding.name(max(found))
             raise RefusedRequest(f"the text has {token!r}, which is no token of this model", "messages")
         return found
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Raises UnreadableTokens."""
-        return self._text_of(list(tokens), skip_special=True)
-
-    def decode_with(self, marks: Collection[int], tokens: Sequence[int]) -> str:
-        """The same, but with these special tokens. Raises UnreadableTokens."""
-        shown = [token for token in tokens if token in marks or token not in self._special_ids]
-        return self._text_of(shown, skip_special=False)
-
-    def token_text(self, token: int) -> str:
-        """Raises UnreadableTokens."""
-        return self._text_of([token], skip_special=False)
-
-    def _text_of(self, tokens: list[int], skip_special: bool) -> str:
-        try:
-            return self._decode(tokens, skip_special_tokens=skip_special)
-        except BaseException as error:
-            if not _of_library(error):
-                raise
-            raise UnreadableTokens(f"the model's tokenizer fails for an answer's tokens: {error}") from error
+    def text(self, form: ToolFormat | None, stops: Sequence[str]) -> TextStream:
+        """Of one answer. What is around calls is shown, even where it is no text."""
+        marks = [] if form is None else form.marks
+        return TextStream(self._decoding, stops, [self.special[mark] for mark in marks if mark in self.special])
 
 
 def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list[int]:
@@ -134,22 +113,10 @@ def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list
     try:
         found: list[int] = tokenizer.encode(text, add_special_tokens=special)
     except BaseException as error:
-        if not _of_library(error):
+        if not of_library(error):
             raise
         raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", field) from error
     return found
-
-
-def _bytewise(tokenizer: Any) -> bool:
-    """Whether a token's text is its bytes, whatever is before it."""
-    from tokenizers.decoders import ByteLevel
-
-    return tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
-
-
-def _of_library(error: BaseException) -> bool:
-    """Of Python, or a panic of a library in Rust, which is no Exception and can be told by its name only."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class _TookTooLongError(Exception):

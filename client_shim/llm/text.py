@@ -1,30 +1,31 @@
-"""Text from tokens as they come: whole characters only, and stop strings that may lie across tokens."""
+"""An answer's text as it comes: up to a stop string, which may lie across tokens and may have special ones. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
-WINDOW: Final = 8
-"""Tokens before the new ones that are decoded with them, at least: what a token's text is may depend on some before it.
-"""
+from dormouse.client_shim.llm.decoding import Decoding
 
-
-class UnreadableTokens(Exception):
-    """The tokenizer fails to make text of them."""
+_MARKS: Final = 0xD800
+"""Halves of characters, which no decoded text has: they stand for special tokens while stop strings are looked for."""
 
 
 class TextStream:
-    """The text of one sequence. ``decode`` makes text of tokens; ``stops`` are strings that end it. ``window``: tokens
-    before the new ones that are decoded with them; 0 if a token's text is its bytes, whatever is before it.
+    """The text of one sequence. ``stops`` are strings that end it. ``shown``: special tokens that are text here. The
+    others are in no text, but a stop string that names one ends it where that token comes. Raises UnreadableTokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), window: int = WINDOW) -> None:
-        self._decode, self._window = decode, window
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, decoding: Decoding, stops: Sequence[str] = (), shown: Collection[int] = ()) -> None:
+        self._tokens = decoding.text(shown)
+        self.told = self._tokens.told
+        self._marks: dict[int, str] = {}
+        given = marked = {stop for stop in stops if stop}
+        hidden = (name for name, token in decoding.special.items() if name and token not in shown)
+        for name in sorted(hidden, key=len, reverse=True):
+            if any(name in stop for stop in marked):
+                mark = self._marks[decoding.special[name]] = chr(_MARKS + len(self._marks))
+                marked = {stop.replace(name, mark) for stop in marked}
+        self._stops = given | marked
         self._longest = max(map(len, self._stops), default=0)
-        self._tokens: list[int] = []  # the last ones
-        self._read = 0  # of these, those whose text is in `_text`
-        self._before = ""  # and that text: what is new is what comes behind it
         self._text = ""  # that was not given out: it may begin a stop string
         self.stopped = False
 
@@ -32,25 +33,15 @@ class TextStream:
         """What can be given out now. Nothing after a stop string, nor it itself."""
         if self.stopped:
             return ""
-        self._tokens += tokens
-        text = self._decode(self._tokens)
-        if last or not text.endswith(BROKEN):
-            self._text += text[len(self._before) :]
-            self._before, self._read = text, len(self._tokens)
-        if self._read > 2 * self._window:
-            del self._tokens[: self._read - self._window]
-            self._read = self._window
-            self._before = self._decode(self._tokens[: self._window]) if self._window else ""
-        if not self._stops:
-            given, self._text = self._text, ""
-            return given
+        for token in tokens if self._marks else ():
+            self._text += self._tokens.put([token], last=token in self._marks) + self._marks.get(token, "")
+        self._text += self._tokens.put(() if self._marks else tokens, last)
         found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            given, self._text = self._text[: min(found)], ""
-            return given
-        held = 0 if last else self._held()
-        given, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+        self.stopped = bool(found)
+        end = min(found) if found else len(self._text) - (0 if last else self._held())
+        given, self._text = self._text[:end], self._text[end:]
+        for mark in self._marks.values():
+            given = given.replace(mark, "")
         return given
 
     def _held(self) -> int:

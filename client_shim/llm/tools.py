@@ -36,6 +36,10 @@ class ToolFormat:
     bare: bool = False
     listed: bool = False
 
+    @property
+    def marks(self) -> list[str]:
+        return [mark for mark in (self.opening, self.closing) if mark]
+
 
 HERMES: Final = ToolFormat("hermes", "<tool_call>", "</tool_call>")
 LLAMA: Final = ToolFormat("llama", "<|python_tag|>", key="parameters", bare=True)
@@ -44,7 +48,7 @@ MISTRAL: Final = ToolFormat("mistral", "[TOOL_CALLS]", listed=True)
 
 def format_of(template: str) -> ToolFormat | None:
     """How a model with this chat template calls tools, if that is known."""
-    if not re.search(r"\btools\b", template) or "<function=" in template:
+    if not re.search(r"\btools\b", template) or "<function=" in template or "[ARGS]" in template:
         return None
     if "[TOOL_CALLS]" in template:
         return MISTRAL
@@ -68,6 +72,11 @@ class ToolUse:
     tools: tuple[Tool, ...]
     must: tuple[str, ...]
     parallel: bool
+
+    @property
+    def kept(self) -> bool:
+        """Whether calls keep to what the tools say."""
+        return bool(self.must) or any(tool.strict for tool in self.tools)
 
     @property
     def names(self) -> frozenset[str]:
@@ -145,7 +154,7 @@ def grammar_of(
         return "\n".join(["start: calls", *calls])
     if text:
         return "\n".join(["start: text | calls", *text, *calls])
-    if not any(tool.strict for tool in use.tools):
+    if not use.kept:
         return None
     if form.bare:
         return "\n".join(["start: TEXT | calls", r"TEXT: /([^{ \n\t](.|\n)*)?/", *calls])

@@ -1,8 +1,7 @@
 """What a request of OpenAI's interface asks of this model: its prompt in tokens, its limits, how it is answered."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
@@ -10,7 +9,6 @@ from dormouse.client_shim.llm.grammar import Grammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.responses import PARAMS, ResponsesAnswer, ResponsesRequest, as_chat
-from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tool_calls import ToolCallStream
 from dormouse.client_shim.llm.tools import ToolFormat, ToolUse, grammar_of, tool_use
 from dormouse.schemas import messages as m
@@ -69,23 +67,19 @@ class Understanding:
                 request=request,
                 choice=Choice(index),
                 seed=seed + index,
-                text=TextStream(self._decoder(form), stops, self._words.window),
+                text=self._words.text(form, stops),
                 grammar=None if grammar is None else grammar.fresh(),
                 calls=None if use is None or form is None else ToolCallStream(form, use.names, certain),
             )
             request.generations.append(generation)
         return request
 
-    def _decoder(self, form: ToolFormat | None) -> Callable[[Sequence[int]], str]:
-        """What is around calls is shown, even where it is no text."""
-        special = self._words.special
-        marks = [special[mark] for mark in (form.opening, form.closing) if mark in special] if form is not None else []
-        return partial(self._words.decode_with, marks) if marks else self._words.decode
-
     def _grammar(self, asked: r.Request, use: ToolUse | None, form: ToolFormat | None) -> Grammar | None:
         """What its answers keep to. Raises RefusedRequest."""
-        schema = r.schema_of(asked)
-        text = grammar_of(use, form, schema, self._words.special)
+        schema, marks = r.schema_of(asked), dict[str, int]()
+        if use is not None and form is not None and (use.kept or schema is not None):
+            marks = self._words.grammars.marks(form.marks)
+        text = grammar_of(use, form, schema, marks)
         if text is None:
             return None
         return self._words.grammars.compiled(text, "tools" if schema is None else "response_format")

@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from language_models import prompts, reference
+from language_models import prompts, reference, tokenizer
 from router_rig import one
 from runtime_engines import begin, engine
 from unit.test_router_models import ask, handed, model
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
+from dormouse.client_shim.llm.decoding import Decoding
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.timings import Timings, counts
@@ -30,7 +31,7 @@ def open_request(came_s: float, prompt: int = 5) -> OpenRequest:
     answer = OpenAiAnswer(kind="completions", id="x", model="m")
     asked = r.parse("completions", b'{"prompt": "x"}')
     request = OpenRequest(3, asked, answer, [7] * prompt, 100, -1, came_s=came_s)
-    request.generations = [OpenChoice(n, request, Choice(n), 0, TextStream(lambda _: "")) for n in range(2)]
+    request.generations = [OpenChoice(n, request, Choice(n), 0, TextStream(Decoding(tokenizer()))) for n in range(2)]
     return request
 
 

@@ -1,0 +1,132 @@
+"""What a model's files say of its words: its template, the tokens that end an answer, those that are no text."""
+
+import json
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from gguf_files import write_gguf
+from language_models import tokenizer
+from tokenizers import AddedToken
+
+from dormouse.client_shim.llm.answering import Answering
+from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.understanding import Understanding
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DecoderSpec
+
+VOCABULARY = 320
+SPEC = DecoderSpec(family="llama", config={"vocab_size": VOCABULARY}, dtype="float32", context=4096)
+TOOLS = "{% if tools %}{{ tools | tojson }}MARKS{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = '{"name": "weather", "%s": {"city": "Ulm"}}'
+
+
+def words_of(folder: Path, template: str | None = None, added: Sequence[AddedToken] = (), **files: Any) -> Words:
+    """Of a folder with these tokens and files."""
+    known: Any = tokenizer(template)
+    known.backend_tokenizer.add_tokens(list(added))
+    known.save_pretrained(str(folder))
+    for name, value in files.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **value}))
+    return Words(str(folder), SPEC)
+
+
+class Router:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+def said(words: Words, text: str, route: str = "chat", **fields: Any) -> Any:
+    """What such a request has as its answer, if the model says this, as tokens, and then nothing."""
+    router: Any = Router()
+    answering = Answering(router, words, lambda message: None, count(1))
+    body = orjson.dumps({"messages": [{"role": "user", "content": "q"}], **fields})
+    request = Understanding("model", SPEC, words, count(1)).opened(
+        m.Run(request=1, lease=None, body=body, nbytes=len(body), route=route)
+    )
+    answering.add(request)
+    tokens = words.encode(text, special=False)
+    for index, token in enumerate(tokens):
+        finish = "length" if index == len(tokens) - 1 else ""
+        answering.tokens(m.Tokens(tokens=[m.ChosenToken(number=1, token=token, finish=finish)]))
+    (answer,) = [message.body for message in router.heard if isinstance(message, m.Returned)]
+    (choice,) = orjson.loads(answer)["choices"]
+    return choice
+
+
+# --- tokens that are no text
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("must", [False, True])
+@pytest.mark.parametrize(
+    ("marks", "key", "written"),
+    [
+        (["[TOOL_CALLS]"], "arguments", "[TOOL_CALLS][{}]"),
+        (["<tool_call>", "</tool_call>"], "arguments", "<tool_call>\n{}\n</tool_call>"),
+        (["<|python_tag|>"], "parameters", "<|python_tag|>{}"),
+    ],
+)
+def test_calls_are_found_whether_their_marks_are_text_or_not(
+    tmp_path: Path, marks: list[str], key: str, written: str, special: bool, must: bool
+) -> None:
+    added = [AddedToken(mark, special=special) for mark in marks]
+    words = words_of(tmp_path, TOOLS.replace("MARKS", "".join(marks)), added)
+    assert all((mark in words.special) == special for mark in marks)
+    if must and key == "parameters":  # a call that has to be made has no mark there
+        written = "{}"
+    text = written.replace("{}", CALL % key)
+    choice = said(words, text, tools=[WEATHER], **({"tool_choice": "required"} if must else {}))
+    assert choice["finish_reason"] in ("tool_calls", "length")
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Ulm"})
+
+
+def test_a_form_of_calls_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    words = words_of(tmp_path, TOOLS.replace("MARKS", "[TOOL_CALLS]weather[ARGS]{}"))
+    with pytest.raises(Exception, match="in no form that is known"):
+        said(words, "x", tools=[WEATHER])
+
+
+def test_special_tokens_are_no_text_wherever_they_are_said_to_be(tmp_path: Path) -> None:
+    """In tokenizer.json alone, which `all_special_tokens` does not have."""
+    words = words_of(tmp_path, TOOLS, [AddedToken("<|im_end|>", special=True), AddedToken("<think>")])
+    assert said(words, "one<|im_end|><think>two")["message"]["content"] == "one<think>two"
+    choice = said(words, "one<|im_end|>two", stop=["<|im_end|>"])
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+
+
+# --- ends
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, [2]),
+        ({"generation_config": {"eos_token_id": [2, 7]}}, [2, 7]),
+        ({"generation_config": {"eos_token_id": 7}, "config": {"eos_token_id": [8]}}, [2, 7, 8]),
+        ({"config": {"eos_token_id": [None, True, -1, VOCABULARY, 9]}}, [2, 9]),
+        ({"tokenizer_config": {"eot_token": "<|eot|>"}}, [2, 259]),
+    ],
+)
+def test_every_end_that_the_files_name_is_one(tmp_path: Path, files: Any, ends: list[int]) -> None:
+    assert words_of(tmp_path, added=[AddedToken("<|eot|>", special=True)], **files).ends == ends
+
+
+def test_a_gguf_file_s_ends_of_turns_and_messages_are_ends(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model: Any = write_gguf(tmp_path / "small.gguf", ends={"eot": 260, "eom": 261})
+    spec = DecoderSpec(family="llama", config={"vocab_size": model.config.vocab_size}, dtype="float32", context=256)
+    words = Words(str(tmp_path), spec, "small.gguf")
+    assert words.ends == [2, 260, 261]
+    assert {"<s>", "</s>", "<unused1>"} <= words.special.keys()  # control tokens
+    assert words.encode("<unused1>", special=False) == [260]
