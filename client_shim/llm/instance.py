@@ -29,6 +29,11 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
         backend.router.send(m.LoadFailed(code="bad_folder", text=text))
         backend.router.next_run()  # the router has read why, and ends us
         return 1
+    if "parts" in (forms := found.words.template.forms).values():
+        roles = ", ".join(role for role, form in forms.items() if form == "parts")
+        print(
+            f"the chat template gets the content of messages as a list of parts: {roles}", file=sys.stderr, flush=True
+        )
     gc.collect()
     gc.freeze()
     backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes, warning=found.warning))

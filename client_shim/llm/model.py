@@ -1,25 +1,19 @@
 """A model's words: its tokenizer, its template, the tokens that end an answer. Runs in the sandbox."""
 
 import os
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from os.path import join
-from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 from dormouse.client_shim.llm.decoding import Decoding, of_library
 from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.gguf_file import gguf_ends
 from dormouse.client_shim.llm.grammar import Grammars
-from dormouse.client_shim.llm.messages import templated
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.text import TextStream
-from dormouse.client_shim.llm.tools import ToolFormat, format_of
+from dormouse.client_shim.llm.tools import ToolFormat
 from dormouse.schemas.llm import DecoderSpec
-
-TEMPLATE_S: Final = 2.0
-TEMPLATE_CHARS: Final = 8 << 20
 
 
 def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
@@ -46,6 +40,7 @@ class Words:
 
     def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "") -> None:
         self._tokenizer, self._vocabulary = tokenizer_of(folder, spec.vocabulary, gguf), spec.vocabulary
+        self.template = ChatTemplate(self._tokenizer)
         self._decoding = Decoding(self._tokenizer)
         self.special = self._decoding.special  # tokens that are no text, by their names
         self.ends = self._ends(folder, gguf)
@@ -62,9 +57,7 @@ class Words:
 
     def tool_format(self) -> ToolFormat:
         """How it calls tools. Raises RefusedRequest if it does not, or in no known form."""
-        template = self._tokenizer.chat_template or ""
-        texts = template.values() if isinstance(template, dict) else [template]
-        form = next((found for text in texts if (found := format_of(str(text))) is not None), None)
+        form = self.template.tool_format
         if form is None:
             text = "this model's chat template has no tools, or calls them in no form that is known: leave tools out"
             raise RefusedRequest(text, "tools", "unsupported_parameter")
@@ -74,21 +67,7 @@ class Words:
         self, messages: Sequence[dict[str, Any]], add_prompt: bool, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Raises RefusedRequest if the template cannot be used for these."""
-        if not self._tokenizer.chat_template:
-            raise RefusedRequest("this model has no chat template: use completions", "messages")
-        plain = [templated(message) for message in messages]
-        try:
-            with _time_limit(TEMPLATE_S):
-                text = self._tokenizer.apply_chat_template(
-                    plain, tools=tools, tokenize=False, add_generation_prompt=add_prompt
-                )
-        except _TookTooLongError as error:
-            raise RefusedRequest(f"the model's chat template took more than {TEMPLATE_S:g} s", "messages") from error
-        except Exception as error:  # a template may raise anything
-            raise RefusedRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
-        if len(text) > TEMPLATE_CHARS:
-            raise RefusedRequest("the model's chat template makes too much text of these messages", "messages")
-        return self.encode(text, special=False)
+        return self.encode(self.template.text(messages, add_prompt, tools), special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Raises RefusedRequest."""
@@ -117,21 +96,3 @@ def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list
             raise
         raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", field) from error
     return found
-
-
-class _TookTooLongError(Exception):
-    pass
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def expired(number: int, frame: FrameType | None) -> None:
-        raise _TookTooLongError
-
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

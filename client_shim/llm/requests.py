@@ -1,11 +1,12 @@
 """Requests of OpenAI's interface, checked: what is known is understood, what cannot be done is refused by name."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
+from dormouse.client_shim.llm.fields import FIELDS, refused_key
 from dormouse.schemas.llm import MOST_LOGPROBS
 
 MOST_STOPS: Final = 16
@@ -22,41 +23,6 @@ MOST_SAID: Final = 4000
 
 TOKENS: Final = 1 << 31
 """More than any vocabulary has."""
-
-_WITHOUT_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
-    "audio": (None,),
-    "access_programs": (None, []),
-    "background": (None, False),
-    "best_of": (None, 1),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "image": (None,),
-    "include": (None, []),
-    "max_tool_calls": (None,),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "prediction": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "reasoning": (None,),
-    "reasoning_effort": (None, "none"),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-}
-"""Fields that OpenAI documents and that have no effect here, with the values that ask for none."""
-
-_HARMLESS: Final = frozenset(
-    ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user")
-)
-"""Fields that only say something about the client."""
 
 
 class RefusedRequest(Exception):
@@ -137,15 +103,23 @@ def read(kind: type[T], body: bytes) -> T:
 
 def _refuse_unknown(fields: dict[str, Any], known: Collection[str]) -> None:
     """Nothing is silently ignored. Raises RefusedRequest."""
-    for name, value in fields.items():
-        if name in known or name in _HARMLESS:
-            continue
-        if name not in _WITHOUT_EFFECT:
+    others = {name: value for name, value in fields.items() if name not in known}
+    for name in others:
+        if name not in FIELDS["request"]:
             text = f"{name[:80]!r} is not a field of such requests; docs/language-models.md says which there are"
             raise RefusedRequest(text, name[:80], "unknown_parameter")
-        if value not in _WITHOUT_EFFECT[name]:
-            text = f"{name} is not supported by this model's node: leave it out"
-            raise RefusedRequest(text, name, "unsupported_parameter")
+    if (refused := refused_key("request", others)) is not None:
+        text = f"{refused} is not supported by this model's node: leave it out"
+        raise RefusedRequest(text, refused, "unsupported_parameter")
+
+
+def check_keys(
+    place: str, value: dict[str, Any], param: str, where: str = "", named: Callable[[str], bool] = lambda key: False
+) -> None:
+    """Whether no key of it would be ignored. Raises RefusedRequest, which names the key."""
+    if (key := refused_key(place, value, named)) is not None:
+        text = f"{where or place}.{key[:80]} is not supported: leave it out"
+        raise RefusedRequest(text, param, "unsupported_parameter")
 
 
 def check(request: Request) -> None:
@@ -204,9 +178,8 @@ def stops_of(request: Request) -> list[str]:
 
 def most_new(request: Request) -> int | None:
     """Tokens to be made at most, if that was said."""
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    return request.max_tokens
+    given = (request.max_tokens, getattr(request, "max_completion_tokens", None))
+    return min((most for most in given if most is not None), default=None)
 
 
 def logprobs_of(request: Request) -> int:
@@ -223,17 +196,29 @@ def logprobs_of(request: Request) -> int:
 def schema_of(request: Request) -> dict[str, Any] | None:
     """What the answer's text has to be, if it is JSON. Raises RefusedRequest."""
     given = request.response_format
-    match given:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return schema
-        case {"type": "json_schema"}:
-            raise RefusedRequest("response_format.json_schema.schema is to be a JSON schema", "response_format")
-    text = f"response_format is of type {str(given.get('type'))[:80]!r}; known are text, json_object and json_schema"
-    raise RefusedRequest(text, "response_format")
+    if given is None:
+        return None
+    check_keys("response_format", given, "response_format")
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        text = f"response_format is of type {str(kind)[:80]!r}; known are text, json_object and json_schema"
+        raise RefusedRequest(text, "response_format")
+    own = {"json_object": "schema", "json_schema": "json_schema"}.get(kind)
+    for name in ("schema", "json_schema"):
+        if name != own and given.get(name) is not None:
+            raise RefusedRequest(f"response_format of type {kind} has no {name}", "response_format")
+    if kind == "text":
+        return None
+    schema = given.get(own or "")
+    if kind == "json_schema" and isinstance(schema, dict):
+        check_keys("response_format.json_schema", schema, "response_format")
+        schema = schema.get("schema")
+    elif kind == "json_object" and schema is None:
+        schema = {"type": "object"}
+    if not isinstance(schema, dict):
+        where = "schema" if kind == "json_object" else "json_schema.schema"
+        raise RefusedRequest(f"response_format.{where} is to be a JSON schema", "response_format")
+    return schema
 
 
 def seed_of(request: Request) -> int:

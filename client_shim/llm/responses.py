@@ -9,6 +9,7 @@ import orjson
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, ToolCall
+from dormouse.client_shim.llm.fields import FIELDS
 
 PARAMS: Final = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """What fields of a chat are called here."""
@@ -67,6 +68,9 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         found.append({"role": "system", "content": asked.instructions})
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
     for item in items:
+        kind = item.get("type", "message")
+        if f"input {kind}" in FIELDS:
+            r.check_keys(f"input {kind}", item, "input", f"the {kind} of input")
         match item:
             case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
                 call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -76,11 +80,11 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
                     found.append({"role": "assistant", "content": None, "tool_calls": [call]})
             case {"type": "function_call_output", "call_id": call_id, "output": output}:
                 found.append({"role": "tool", "tool_call_id": call_id, "content": _parts(output)})
-            case {"role": role} if item.get("type", "message") == "message":
+            case {"role": role} if kind == "message":
                 found.append({"role": role, "content": _parts(item.get("content"))})
             case _:
-                kind = str(item.get("type"))[:80]
-                text = f"input has an item of type {kind!r}: messages, function_call and function_call_output are known"
+                text = f"input has an item of type {str(kind)[:80]!r}, or one that lacks fields"
+                text = f"{text}: messages, function_call and function_call_output are known"
                 raise r.RefusedRequest(text, "input", "unsupported_parameter")
     return found
 
@@ -102,19 +106,18 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        r.check_keys("tool_choice of a response", choice, "tool_choice", "tool_choice")
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (text or {}).items():
-        if name != "format" and value not in (None, "medium"):
-            raise r.RefusedRequest(f"text.{name[:80]} is not supported: leave it out", "text", "unsupported_parameter")
+    r.check_keys("text", text or {}, "text")
     given = (text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise r.RefusedRequest("text.format is an object with a type", "text")
     if given is not None and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": given}
+        return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
     return given
 
 

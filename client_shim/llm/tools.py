@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.requests import RefusedRequest, check_keys
 
 MOST_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -110,23 +110,31 @@ def _tool(tool: Any, where: str) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise RefusedRequest(f"{where} is of type {kind!r}: only functions are known", "tools", "unsupported_parameter")
+    check_keys("tools", tool, "tools", where)
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedRequest(f"{where}.function has no name", "tools")
+    check_keys("tools.function", function, "tools", f"{where}.function")
     if not _NAME.fullmatch(function["name"]):
         text = f"{where}.function.name is {function['name'][:80]!r}: up to 64 letters, digits, _ and - are possible"
         raise RefusedRequest(text, "tools")
     parameters = function.get("parameters")
+    strict = function.get("strict")
     if not isinstance(parameters, dict | None) or not isinstance(function.get("description"), str | None):
         raise RefusedRequest(f"{where}.function: parameters is a JSON schema, description a text", "tools")
+    if not isinstance(strict, bool | None):
+        raise RefusedRequest(f"{where}.function.strict is true or false", "tools")
     if parameters and parameters.get("type") != "object":
         raise RefusedRequest(f"{where}.function.parameters is to be a JSON schema of type 'object'", "tools")
-    return Tool(function["name"], parameters or {"type": "object"}, bool(function.get("strict")))
+    return Tool(function["name"], parameters or {"type": "object"}, strict is True)
 
 
 def _named(choice: Any) -> str:
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
+        check_keys("tool_choice", choice, "tool_choice")
+        if isinstance(function, dict):
+            check_keys("tool_choice.function", function, "tool_choice")
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return str(function["name"])
     elif isinstance(choice, dict) and isinstance(choice.get("type"), str):

@@ -13,7 +13,10 @@ from language_models import tokenizer
 from tokenizers import AddedToken
 
 from dormouse.client_shim.llm.answering import Answering
+from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.understanding import Understanding
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
@@ -58,7 +61,7 @@ def said(words: Words, text: str, route: str = "chat", **fields: Any) -> Any:
         finish = "length" if index == len(tokens) - 1 else ""
         answering.tokens(m.Tokens(tokens=[m.ChosenToken(number=1, token=token, finish=finish)]))
     (answer,) = [message.body for message in router.heard if isinstance(message, m.Returned)]
-    (choice,) = orjson.loads(answer)["choices"]
+    (choice,) = orjson.loads(answer or b"")["choices"]
     return choice
 
 
@@ -93,7 +96,7 @@ def test_calls_are_found_whether_their_marks_are_text_or_not(
 
 def test_a_form_of_calls_that_is_not_known_is_refused(tmp_path: Path) -> None:
     words = words_of(tmp_path, TOOLS.replace("MARKS", "[TOOL_CALLS]weather[ARGS]{}"))
-    with pytest.raises(Exception, match="in no form that is known"):
+    with pytest.raises(RefusedRequest, match="in no form that is known"):
         said(words, "x", tools=[WEATHER])
 
 
@@ -130,3 +133,82 @@ def test_a_gguf_file_s_ends_of_turns_and_messages_are_ends(tmp_path: Path) -> No
     assert words.ends == [2, 260, 261]
     assert {"<s>", "</s>", "<unused1>"} <= words.special.keys()  # control tokens
     assert words.encode("<unused1>", special=False) == [260]
+
+
+# --- the chat template
+
+
+PARTS = (
+    "{% for m in messages %}<s>{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}</s>{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}<s>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "({{ part.text }}){% endfor %}{% endif %}</s>{% endfor %}"
+)
+MIXED = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content | trim }}{% else %}"
+    "{{ m.content[0].text }}{% endif %}{% endfor %}"
+)
+LISTED: Any = [{"type": "text", "text": "one"}, {"type": "text", "text": ""}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (PARTS, "hello", "<s>hello</s>"),
+        (PARTS, LISTED, "<s>onetwo</s>"),
+        (PARTS, "", "<s></s>"),
+        (PARTS, None, "<s></s>"),
+        (PARTS, [], "<s></s>"),
+        (BOTH, "hello", "<s>hello</s>"),
+        (BOTH, LISTED, "<s>onetwo</s>"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", LISTED, "ONETWO"),
+        (MIXED, "hello", "hello"),
+    ],
+)
+def test_messages_have_the_form_that_the_template_shows(tmp_path: Path, template: str, content: Any, text: str) -> None:
+    words = words_of(tmp_path, template)
+    assert words.template.text([{"role": "user", "content": content}], True, None) == text
+
+
+def test_each_role_has_its_form(tmp_path: Path) -> None:
+    words = words_of(tmp_path, MIXED)
+    assert words.template.forms == {"user": "parts", "system": "text", "assistant": "parts"}  # it raises for tools
+    messages = [{"role": "developer", "content": LISTED}, {"role": "user", "content": "hello"}]
+    assert words.template.text(messages, True, None) == "onetwohello"
+
+
+def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    words = words_of(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RefusedRequest, match="leaves out what messages of role 'system' say"):
+        said(words, "x", messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}])
+    quiet = [{"role": "system", "content": ""}, {"role": "user", "content": "q"}]
+    assert words.template.text(quiet, True, None) == "q"
+
+
+def test_a_template_for_tools_has_its_own_forms(tmp_path: Path) -> None:
+    words = words_of(tmp_path, BOTH, tokenizer_config={"chat_template": None})
+    assert words.template.text([{"role": "user", "content": "hi"}], True, [WEATHER]) == "<s>hi</s>"
+    words._tokenizer.chat_template = {"default": BOTH, "tool_use": "[TOOL_CALLS]tools" + PARTS}
+    template = ChatTemplate(words._tokenizer)
+    assert template.text([{"role": "user", "content": "hi"}], True, None) == "<s>hi</s>"
+    assert template.text([{"role": "user", "content": "hi"}], True, [WEATHER]).endswith("<s>hi</s>")
+    words._tokenizer.chat_template = {"default": BOTH, "tool_use": "{% if"}
+    with pytest.raises(BadFolder, match="cannot be read"):
+        ChatTemplate(words._tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", "cannot be read: line 2: "),
+        ("{% for m in messages %}{{ m.content }}", "cannot be read: line 1: "),
+        ("{{ messages | nosuch }}", "cannot be read: line 1: No filter named 'nosuch'"),
+        ("{% for m in messages %}{{ m.text }}{% endfor %}", "leaves out what users say"),
+        ("You are a dormouse.", "leaves out what users say"),
+    ],
+)
+def test_a_template_that_can_never_be_right_is_refused_at_once(tmp_path: Path, template: str, what: str) -> None:
+    with pytest.raises(BadFolder, match=what):
+        words_of(tmp_path, template)
