@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-from dormouse.core.node import procfs
+from dormouse.core import procfs
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE, ZYGOTE
 

@@ -22,9 +22,8 @@ import torch
 from benchmarks.gpu_llm_models import CONTEXT, DEVICE, SHAPES, adapter_folders, make_folder
 from benchmarks.llm_alone import random_prompt
 from benchmarks.report import Goal
-from dormouse.core import modelfolder
+from dormouse.core import modelfolder, procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode, running_node
 
 MIB: Final = 1 << 20

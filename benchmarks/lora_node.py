@@ -39,8 +39,7 @@ from benchmarks.llm_client import deploy
 from benchmarks.lora_adapters import SPEED, save
 from benchmarks.lora_many import many
 from benchmarks.report import Goal, arguments, report
-from dormouse.core import modelfolder
-from dormouse.core.node import procfs
+from dormouse.core import modelfolder, procfs
 from dormouse.core.node.testing import TestNode, running_node
 from examples import smollm2
 

@@ -11,8 +11,8 @@ import torch
 from language_models import make_folder, tokenizer
 from transformers import PreTrainedModel
 
+from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode
 
 torch.set_num_threads(1)

@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
-from dormouse.core import openmp
+from dormouse.core import openmp, procfs
 from dormouse.core.links.zmq_link import ZmqLink
-from dormouse.core.node import procfs
 from dormouse.core.node.roles import MODULES, kind
 from dormouse.core.standby import NEXT, STANDBY_FD, TURN
 from dormouse.core.startup import END_INSTANCES

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dormouse.core import procfs
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node import procfs
 from dormouse.core.nodefile import load_config, named_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.quantities import ended

@@ -26,6 +26,7 @@ TOKENS: Final = [
     "model", "first token (p50, p99)", "queue, runtime, wake, prefill (p50)", "next tokens (p50, p99)", "in time",
     "wanted", "tokens in", "out", "reused",
 ]  # fmt: skip
+INSTANCE: Final = ["function", "instance", "state", "pid", "memory", "processor time", "processes"]
 RUNTIME: Final = [
     "model", "GPU", "runtime", "running", "waiting", "preempted", "KV blocks", "used", "idle", "KV", "of the pool",
     "reused",
@@ -160,6 +161,14 @@ def function_tables(value: dict[str, Any]) -> None:
     models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
     table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
     table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
+    table(
+        [
+            instance_row(name, row, each)
+            for name, row in value["functions"].items()
+            for each in row.get("processes", ())
+        ],
+        INSTANCE,
+    )
 
 
 def jobs_line(functions: dict[str, Any]) -> str:
@@ -315,6 +324,19 @@ def runtime_row(name: str, runtime: dict[str, Any]) -> dict[str, Any]:
         "KV": size(runtime["kv_nbytes"]),
         "of the pool": f"{runtime['kv_share']:.1%}",
         "reused": size(runtime["reused_nbytes"]),
+    }
+
+
+def instance_row(name: str, row: dict[str, Any], instance: str) -> dict[str, Any]:
+    taken = row["processes"][instance]
+    return {
+        "function": name,
+        "instance": instance,
+        "state": row["instances"].get(instance),
+        "pid": taken["pid"],
+        "memory": size(taken["memory_nbytes"]),
+        "processor time": duration(1000 * taken["cpu_s"]),
+        "processes": taken["processes"],
     }
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node import nodeprocess, procfs
+from dormouse.core.node import nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.orphans import OrphanProcess, signal_process
 from dormouse.core.node.ports import reserved_port

@@ -83,6 +83,7 @@ class ForkServer:
             memory_nbytes=parse_nbytes(config.memory), processes=config.processes, cpus=config.cpus
         )
         self._zygote_pid = os.getpid()
+        self._title_place = linux.title_place()
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._init_program = shutil.which("cat", path="/bin:/usr/bin")
@@ -208,6 +209,7 @@ class ForkServer:
         """
         log_fd, arena_fd = fds[:2]
         try:
+            linux.set_title(self._title_place, f"dormouse: {fork.function or 'a build'} {fork.instance}")
             signal.set_wakeup_fd(-1)
             if group is not None:
                 group.join()

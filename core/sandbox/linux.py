@@ -156,6 +156,20 @@ def set_name(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer), "PR_SET_NAME")
 
 
+def title_place() -> tuple[int, int]:
+    """Where the command line of this process lies, and how long it is: in a fork it is at the same place."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, the fields 48 and 49
+    return start, end - start
+
+
+def set_title(place: tuple[int, int], title: str) -> None:
+    """What ``ps`` shows instead of the command line; what does not fit into its place is left out."""
+    address, nbytes = place
+    ctypes.memmove(address, title.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
+
+
 def drop_bounding_set() -> None:
     """No program that is executed from here on can gain a capability. Needs CAP_SETPCAP."""
     with open("/proc/sys/kernel/cap_last_cap") as file:

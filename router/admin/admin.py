@@ -5,6 +5,7 @@ logs by logtails.py; each asks permits.py first, and changes leave a line in the
 request's path. adminsocket.py and adminhttp.py are the transports.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -138,8 +139,7 @@ class Admin:
                 }
             case a.Status():
                 self._permits.may(caller, act)
-                value = await self._status()
-                return overview.bounded(tenancy.part_of(caller, value))
+                return overview.bounded(tenancy.part_of(caller, await self._status()))
             case a.Usage():
                 await self._permits.may_informed(caller, act)
                 return await self._usage(caller, act)
@@ -270,8 +270,8 @@ class Admin:
         return await self._status()
 
     async def _status(self) -> dict[str, Any]:
-        rows, controllers = self._rows(), await self._asks.controller_status()
-        value = overview.status(self._node, rows, controllers)
+        used, controllers = await asyncio.gather(overview.processes(self._node), self._asks.controller_status())
+        value = overview.status(self._node, self._rows(), controllers, used)
         value["node"]["without_key"] = exposure.without_key(self._node.config.node, self._keys.wanted)
         return value
 

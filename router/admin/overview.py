@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import asdict
 
+from dormouse.core import procfs
 from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.errortext import gist
 from dormouse.core.paths import RunPaths, StatePaths
@@ -17,6 +18,7 @@ from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction, most_open
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
+from dormouse.router.instances.instances import Instances
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas.messages import FunctionSpec
 
@@ -39,6 +41,8 @@ class Node(Protocol):
     loop: asyncio.AbstractEventLoop
     policy: RequestPolicy
     requests: Requests
+
+    instances: Instances
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -153,8 +157,17 @@ def _load(
     }
 
 
-def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -> dict[str, Any]:
-    """The router's picture and the controller's in one: functions by name, GPUs, the store."""
+async def processes(node: Node) -> dict[str, dict[str, Any]]:
+    """What each instance takes of the machine, by its name. Looked up beside the loop: there may be hundreds."""
+    pids = {name: host.pid for name, host in node.instances.hosts.items()}
+    found = await asyncio.to_thread(procfs.footprints, [*pids.values()])
+    return {name: {"pid": pid, **found[pid]._asdict()} for name, pid in pids.items() if pid in found}
+
+
+def status(
+    node: Node, rows: list[dict[str, Any]], controller: dict[str, Any], used: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The router's picture and the controller's in one: functions by name, GPUs, the store; ``used``: by instances."""
     picture, (host, port) = node.policy.picture, node.address
     counted = controller.get("functions", {})
     return {
@@ -181,7 +194,12 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "disk_free_nbytes": node.disk_free_nbytes,
             "tracing": node.traces.told(),
         },
-        "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},
+        "functions": {
+            row["name"]: counted.get(row["name"], {})
+            | row
+            | {"processes": {each: used[each] for each in row["instances"] if each in used}}
+            for row in rows
+        },
         "loads": loads(picture, node.loop.time()),
         "gpus": controller.get("gpus", {}),
         "store": controller.get("store", {}),

@@ -21,6 +21,7 @@ from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats, TokenStats
+from dormouse.router.instances.instances import Instances
 from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
@@ -50,6 +51,7 @@ class Node(Protocol):
     down: dict[str, str]
     supervisor: Any
     requests: Requests
+    instances: Instances
     traces: Outbox
     jobs: Jobs
 
@@ -126,6 +128,7 @@ class Scrapes:
         if self._link is None:
             raise PeerLost("it has died meanwhile")
         picture, stats, now_s = self._node.picture, self._node.requests.stats, time.monotonic()
+        hosts = self._node.instances.hosts
         functions = [
             counted(
                 picture,
@@ -135,6 +138,7 @@ class Scrapes:
                 now_s,
                 now_s - self._began_s,
                 self._node.jobs.kept.book.words(name, function.spec.tenant),
+                [hosts[each].pid for each in function.instances if each in hosts],
             )
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
@@ -193,6 +197,7 @@ def counted(
     now_s: float,
     lived_s: float,
     jobs: dict[str, int],
+    pids: list[int],
 ) -> m.FunctionCounted:
     """``stats`` is None if nobody has asked for it since the router's start, ``lived_s`` ago."""
     known = overview.NOTHING if stats is None else stats
@@ -208,6 +213,7 @@ def counted(
         spent_s=known.spent_s,
         idle_s=lived_s if stats is None else now_s - stats.asked_s,
         jobs=jobs,
+        pids=pids,
         broken=overview.state(picture, function) in BROKEN,
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )

@@ -5,9 +5,9 @@ never change. Its counters are kept, so that they go on where they were. What it
 ones.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -40,6 +40,16 @@ does not see the first of a series that was not there.
 _ENDS: Final = (*(format(bound, "g") for bound in m.BOUNDS_S), "+Inf")
 
 
+class MachineShare(NamedTuple):
+    """By a function's instances, of the machine."""
+
+    memory_nbytes: int
+    cpu_s: float
+
+
+NOTHING_TAKEN: Final[Mapping[str, MachineShare]] = {}
+
+
 class _Families:
     """``generate_latest`` only collects."""
 
@@ -50,16 +60,16 @@ class _Families:
         return self._metrics
 
 
-def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
+def written(scrape: m.Scrape, held: m.NodeMeasures | None, taken: Mapping[str, MachineShare] = NOTHING_TAKEN) -> bytes:
     """The whole text."""
-    return bytes(generate_latest(_Families(families(scrape, held))))
+    return bytes(generate_latest(_Families(families(scrape, held, taken))))
 
 
-def families(scrape: m.Scrape, held: m.NodeMeasures | None) -> list[Metric]:
-    """``held`` is None if the controller has not answered in time."""
+def families(scrape: m.Scrape, held: m.NodeMeasures | None, taken: Mapping[str, MachineShare]) -> list[Metric]:
+    """``held`` is None if the controller has not answered in time. ``taken`` is by function."""
     functions = {each.name: each for each in scrape.functions}
     active = {name: each for name, each in functions.items() if _active(each)}
-    metrics = [*_functions(functions, active), *_requests(active), *_tokens(active)]
+    metrics = [*_functions(functions, active), *_requests(active), *_tokens(active), *_instances(taken, active)]
     if held is not None:
         metrics += _models([each for each in held.functions if each.name in functions], active)
     if scrape.whole:
@@ -144,6 +154,18 @@ def _tokens(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
         reused.add_metric([name], tokens.reused)
         made.add_metric([name], tokens.made)
     yield from (prompt, reused, made)
+
+
+def _instances(taken: Mapping[str, MachineShare], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+    text = "Memory of a function's instances in RAM; what they share with the process that they were forked from counts"
+    memory = _gauge("function_memory_bytes", text, ["function"])
+    spent = _counter("function_cpu_seconds", "Processor time of a function's instances", "function")
+    for name in sorted(taken.keys() & active.keys()):
+        memory.add_metric([name], taken[name].memory_nbytes)
+        spent.add_metric([name], taken[name].cpu_s)
+    if idle := taken.keys() - active.keys():
+        memory.add_metric([IDLE], sum(taken[name].memory_nbytes for name in idle))
+    yield from (memory, spent)
 
 
 def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:

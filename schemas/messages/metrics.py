@@ -51,6 +51,7 @@ class FunctionCounted(Message, frozen=True, kw_only=True):
     tokens: TokensCounted | None = None
     jobs: dict[str, int] = {}
     broken: bool = False
+    pids: list[int] = []  # of its instances
 
 
 class WakesCounted(Message, frozen=True, kw_only=True):

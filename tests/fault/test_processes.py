@@ -15,7 +15,7 @@ import pytest
 import torch
 from warm_start import TITLE
 
-from dormouse.core.node import procfs
+from dormouse.core import procfs
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 MODEL = """

@@ -35,7 +35,7 @@ from llm_node import (
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from dormouse.core.node import procfs
+from dormouse.core import procfs
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.lease.reclaim import REST_S

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core import procfs
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox import seccomp
 from dormouse.core.sandbox.cgroups import folder_name
@@ -255,6 +256,15 @@ def test_d12_an_instance_sees_its_own_processes_and_has_a_name(attack: TestNode)
     assert list(processes) == [str(pid)]
     assert uid != os.getuid() or os.getuid() != 0
     assert names == ["dormouse", "/home/dormouse", "/home/dormouse", "dormouse"]
+
+
+def test_what_an_instance_takes_and_its_title_are_there_for_the_operator(attack: TestNode) -> None:
+    row = attack.status()["functions"]["attacker"]
+    [(instance, taken)] = row["processes"].items()
+    assert {instance: row["instances"][instance]} == row["instances"]
+    assert procfs.words(taken["pid"])[0] == f"dormouse: attacker {instance}"
+    assert taken["memory_nbytes"] > 1 << 20
+    assert (taken["cpu_s"] > 0, taken["processes"]) == (True, 1)
 
 
 def test_d8_home_and_tmp_hold_what_they_may_together(attack: TestNode) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.core.node import procfs
+from dormouse.core import procfs
 from dormouse.core.node.testing import running_node
 
 COLD = True  # this is about environments

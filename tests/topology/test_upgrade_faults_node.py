@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 from held_requests import FUNCTION, held
 
-from dormouse.core import wayback
-from dormouse.core.node import nodeprocess, procfs
+from dormouse.core import procfs, wayback
+from dormouse.core.node import nodeprocess
 from dormouse.core.node.orphans import OrphanProcess
 from dormouse.core.node.testing import TestNode, kept_running, running_node
 from dormouse.core.paths import RunPaths, StatePaths
@@ -303,7 +303,8 @@ def test_a_new_node_that_cannot_say_that_it_is_ready_leaves_the_old_one_its_dire
 KILLED = """
 import os, signal, sys, time
 if "--succeed" in sys.orig_argv:
-    from dormouse.core.node import predecessor, procfs
+    from dormouse.core import procfs
+    from dormouse.core.node import predecessor
 
     say, old = predecessor.Predecessor.say, os.getppid()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.upgrade import loaded, source
-from dormouse.core.node import nodeprocess, procfs
+from dormouse.core import procfs
+from dormouse.core.node import nodeprocess
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.paths import RunPaths
 from dormouse.core.startup import read_node_config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from warm_start import AT_START, POPEN, TITLE, ZYGOTE, WarmPopen
 
-from dormouse.core.node import procfs
+from dormouse.core import procfs
 from dormouse.core.node.testing import running_node
 
 START = (sys.executable, "-P", "-m")

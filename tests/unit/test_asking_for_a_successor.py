@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.core.node import nodeprocess, procfs, supervisor
+from dormouse.core import procfs
+from dormouse.core.node import nodeprocess, supervisor
 from dormouse.core.paths import RunPaths
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import PeerLost, ProcessFailed

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from dormouse.controller.status import NO_STORE
 from dormouse.core.problems import LEAST_DISK_NBYTES
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
-from dormouse.router.metrics.exposition import IDLE_S, NODES_FAULT, written
+from dormouse.router.metrics.exposition import IDLE_S, NODES_FAULT, MachineShare, written
+from dormouse.router.metrics.main import Spent
 from dormouse.schemas import messages as m
 from dormouse.schemas.policy import DEFAULT
 
@@ -256,7 +258,8 @@ def all_there_is() -> bytes:
     store = msgspec.structs.replace(NO_STORE, host_budget_nbytes=1)
     told = m.TokensCounted(first=stats.latency.told(), further=stats.latency.told(), prompt=1, made=1, reused=1)
     node = msgspec.structs.replace(held(), store=store)
-    return written(scrape(counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True), counted("b")), node)
+    functions = counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True), counted("b")
+    return written(scrape(*functions), node, {"a": MachineShare(GIB, 2.5)})
 
 
 def labels_of(text: bytes) -> dict[str, set[str]]:
@@ -293,6 +296,31 @@ def test_panels_of_the_dashboard_do_not_overlap() -> None:
     assert len(cells) == len({*cells})
     assert max(x for x, _ in cells) == 23
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+
+
+def test_what_instances_take_is_of_functions_that_are_asked_and_of_the_others_together() -> None:
+    functions = [counted("a"), *(counted(name, idle_s=IDLE_S) for name in ("b", "c"))]
+    found = read(written(scrape(*functions), None, {name: MachineShare(GIB, 2.5) for name in ("a", "b", "c")}))
+    memory = {key[1]: value for key, value in found.items() if key[0] == "dormouse_function_memory_bytes"}
+    assert memory == {"a": GIB, "(idle)": 2 * GIB}
+    spent = {key[1]: value for key, value in found.items() if key[0] == "dormouse_function_cpu_seconds_total"}
+    assert spent == {"a": 2.5}
+
+
+def test_processor_time_is_summed_over_instances_that_come_and_go() -> None:
+    spins = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\nsys.stdin.read()"
+    spent, seen = Spent(), []
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", spins], stdin=-1, stdout=-1) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            seen += [spent.taken([counted("a", pids=[process.pid])])["a"] for _ in range(2)]
+            process.communicate()
+    first, again, second, last = seen
+    assert first.memory_nbytes > 1 << 20
+    assert 0.15 <= first.cpu_s == pytest.approx(again.cpu_s, abs=0.1)
+    assert again.cpu_s + 0.15 <= second.cpu_s == pytest.approx(last.cpu_s, abs=0.1)
+    assert spent.taken([counted("a", pids=[])])["a"] == (0, last.cpu_s)
 
 
 def test_a_function_that_is_broken_is_said_though_nobody_asks_for_it() -> None:

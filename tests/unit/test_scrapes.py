@@ -40,6 +40,7 @@ class World:
         self.supervisor = self
         self.requests: Any = SimpleNamespace(stats={}, knows_catalogue=self._known)
         self.traces = Outbox(self, TracingSection())
+        self.instances: Any = SimpleNamespace(hosts={})
         self.jobs: Any = SimpleNamespace(book=SimpleNamespace(words=lambda function, tenant: {}))
         self.wanted: list[m.WantRole] = []
         self.heard: list[m.Scrape] = []
