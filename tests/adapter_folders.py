@@ -14,7 +14,7 @@ from dormouse.client_shim.llm.adapter import FoundAdapter, read_adapter
 from dormouse.client_shim.llm.adapter_config import CONFIG
 from dormouse.client_shim.llm.folder import BadFolder
 
-peft: Any = pytest.importorskip("peft")
+peft: Any = pytest.importorskip("peft", reason="needs peft: make setup")
 
 PREFIX: Final = "base_model.model."
 Q: Final = f"{PREFIX}model.layers.0.self_attn.q_proj"

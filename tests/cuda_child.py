@@ -64,7 +64,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def cuda_server() -> Iterator[Server]:
-    pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
     try:
         server = Server(build(Path(tempfile.gettempdir()) / f"dormouse-fake-cuda-{os.getuid()}"))
     except NoCompiler as error:

@@ -9,6 +9,6 @@ FAKE = device_memory_is_host_memory()
 FOUND = probe()
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
-    pytest.mark.skipif(not (FAKE or torch.cuda.is_available()), reason=f"torch {torch.__version__} cannot use CUDA"),
+    pytest.mark.skipif(not FOUND.gpus, reason=f"needs a GPU: {FOUND.reason}"),
+    pytest.mark.skipif(not (FAKE or torch.cuda.is_available()), reason=f"needs a torch for CUDA: {torch.__version__}"),
 ]

@@ -24,7 +24,7 @@ FLAGS = [
 
 
 class NoCompiler(Exception):
-    """There is no C compiler here ($CC, cc, gcc, clang), so nothing that needs the fake driver can run."""
+    """needs a C compiler: gcc, clang, or $CC"""
 
 
 def compiler() -> str:

@@ -9,7 +9,7 @@ from fake_cuda.build import NoCompiler, build
 @pytest.fixture(scope="session")
 def fake_cuda_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled fake driver, for ``harness.run_child``; skips where there is no C compiler or no cuda.bindings."""
-    pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
     cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
     try:
         return build(cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda"))

@@ -120,7 +120,7 @@ def test_stopped_processes_are_noticed_by_their_state(node: TestNode, which: str
     pid = node.pids()[role]
     behind = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     if which == "zygote" and len(behind) != 1:
-        pytest.skip("this host gives the zygote no pid namespace, and so no stub")
+        pytest.skip("needs a host that gives the zygote a pid namespace, and so a stub")
     before = len(events(node, "process_stopped"))
     os.kill(behind[0] if which == "zygote" else pid, signal.SIGSTOP)
     node.replaced(role, pid)

@@ -150,13 +150,13 @@ def test_another_process_reads_the_pool(pool: str) -> None:
     device.close()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_a_runtime_computes_after_it_gave_up_its_rights() -> None:
     done = subprocess.run([sys.executable, "-c", CONFINED], cwd="tests", capture_output=True, text=True)
     assert done.stdout.strip() == str(MIB), done.stderr
 
 
-@pytest.mark.skipif(FAKE, reason="the CPU ends a process that does that")
+@pytest.mark.skipif(FAKE, reason="needs a GPU: the CPU ends a process that does that")
 def test_a_wild_access_loses_the_device() -> None:
     done = subprocess.run([sys.executable, "-c", LOST], cwd="tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ import triton_here
 from gpu_marks import FAKE, NEEDS_GPU
 
 if not triton_here.HERE:
-    pytest.skip("Triton comes with a torch for CUDA", allow_module_level=True)
+    pytest.skip("needs Triton, which comes with a torch for CUDA", allow_module_level=True)
 
 from adapter_folders import base_model, save_adapter
 from attention_world import DEVICE
@@ -101,7 +101,7 @@ def test_kernels_add_what_torch_adds(adapters: int, step: str, dtype: torch.dtyp
         assert found[base].equal(case.before[base])
 
 
-@pytest.mark.skipif(FAKE, reason="NumPy, the interpreter's, may add a row of a tile in another order")
+@pytest.mark.skipif(FAKE, reason="needs a GPU: NumPy, the interpreter's, may add a row of a tile in another order")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_is_the_same_alone_and_beside_others(dtype: torch.dtype) -> None:
     case = Case(20, 4096, 4096, dtype, owners_of(20, "mixed"))

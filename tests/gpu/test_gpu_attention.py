@@ -10,7 +10,7 @@ from gpu_marks import FAKE, NEEDS_GPU
 from language_models import TINY, prompts, reference, spec_of, wrong_tokens
 
 if not triton_here.HERE:
-    pytest.skip("Triton comes with a torch for CUDA", allow_module_level=True)
+    pytest.skip("needs Triton, which comes with a torch for CUDA", allow_module_level=True)
 
 from attention_world import DEVICE, World, agree
 

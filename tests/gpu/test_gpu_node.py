@@ -31,7 +31,7 @@ def test_models_come_and_go(pool: str) -> None:
 
 def test_a_language_model_beside_functions(tmp_path: Path) -> None:
     """Its answers are those of `transformers`, woken beside functions that need its room."""
-    pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers", reason="needs tokenizers: make setup")
     from language_models import make_folder
     from llm_node import ask, connected, deploy, expected
 

@@ -11,7 +11,7 @@ from dormouse.gpuserver import native
 
 def test_concurrent_builds_make_one_library(tmp_path: Path) -> None:
     if native.find_compiler() is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "dormouse.gpuserver.device.allocator"]
     builds = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]

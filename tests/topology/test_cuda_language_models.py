@@ -48,7 +48,7 @@ def handle(weights, request):
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[None]:
-    pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
     try:
         library = build(Path(tempfile.gettempdir()) / f"dormouse-fake-cuda-{os.getuid()}")
     except NoCompiler as error:

@@ -54,7 +54,7 @@ def config(pool: str) -> str:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
     try:
         library = build(Path(tempfile.gettempdir()) / f"dormouse-fake-cuda-{os.getuid()}")
     except NoCompiler as error:

@@ -33,7 +33,7 @@ def model(value: float) -> dict[int, bytes]:
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kit]:
     """A store and two executors; the parameter is the kind of pool, and whether the GPUs reach each other."""
-    pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
     try:
         library = build(Path(tempfile.gettempdir()) / f"dormouse-fake-cuda-{os.getuid()}")
     except NoCompiler as error:

@@ -100,7 +100,7 @@ def test_the_first_function_from_up_to_down(folder: Path, tmp_path: Path) -> Non
     """On a node of the reader's own, with its defaults: where no other has its port and its directories."""
     alone = ["unshare", "--net", "--mount", sys.executable, "-c", ALONE]
     if os.getuid() != 0 or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
-        pytest.skip("root that may make a network and mounts is wanted")
+        pytest.skip("needs root that may make a network and mounts")
     _, first, _ = blocks("README.md", "sh")
     (folder / "hello.py").write_text(HELLO)
     reader = Reader(folder, tmp_path / "shell")

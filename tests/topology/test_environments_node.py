@@ -327,7 +327,7 @@ def test_code_of_packages_reaches_nothing_of_the_node_or_of_others(index: Packag
     config = f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n'
     with running_node(config, node='tenants = "many"\n') as node, _process() as other:
         if not {"own-uid", "pid", "mount"} <= set(node.status()["node"]["confinement"].split("+")):
-            pytest.skip("builds are not confined here")
+            pytest.skip("needs a host that confines builds: root, or namespaces of users")
         node.deployed("other", "def handle(state, request):\n    return 1\n", tenant="other")
         node.admin.set_secret("other", "TOKEN", "of the other tenant")
         backend = PROWL.format(state=str(node.state), run=str(node.run), other=other)
@@ -412,7 +412,7 @@ def test_a_build_reaches_the_index_and_hosts_that_the_node_names(index: PackageI
         hosts = f'hosts = ["127.0.0.1:{other_port}"]\n' if granted else ""
         with running_node(f"{GPU}[environments]\n{own}{hosts}") as node:
             if "net" not in node.status()["node"]["confinement"].split("+"):
-                pytest.skip("builds have no network of their own here")
+                pytest.skip("needs network namespaces")
             ports = {"index": index_port, "other": other_port, "node": node.port}
             roam = roaming(ports, f"/{index.folder.name}/colours/")
             index.sources("roam", "1.0", "", {"pyproject.toml": BACKEND_OF, "backend.py": roam})

@@ -17,7 +17,7 @@ INSTALL, WRITE, RELOAD, ENABLE, _, _, _, *CONTAINER = commands("docs/service.md"
 def test_a_service_is_written_as_it_was_shown(tmp_path: Path) -> None:
     """By a `sudo` whose /etc/systemd/system is a folder of this test. What has systemd start it is not typed."""
     if os.getuid() != 0 or not os.path.isdir("/etc/systemd/system"):
-        pytest.skip("root of a machine with systemd is wanted")
+        pytest.skip("needs root on a machine with systemd")
     units = tmp_path / "etc" / "systemd" / "system"
     units.mkdir(parents=True)
     reader = Reader(tmp_path, tmp_path / "shell")
@@ -39,6 +39,8 @@ def test_a_service_is_written_as_it_was_shown(tmp_path: Path) -> None:
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[Reader]:
+    if "DORMOUSE_CONTAINER" not in os.environ:
+        pytest.skip("needs podman: scripts/try-container")
     reader = Reader(tmp_path, tmp_path / "shell")
     yield reader
     for command in ("podman rm --force node", "podman volume rm --force dormouse"):
@@ -48,8 +50,6 @@ def container(tmp_path: Path) -> Iterator[Reader]:
 @pytest.mark.container
 @pytest.mark.timeout(3600)
 def test_a_node_in_a_container(container: Reader, tmp_path: Path) -> None:
-    if "DORMOUSE_CONTAINER" not in os.environ:
-        pytest.skip("scripts/try-container has what this wants")
     build, run, status, copy, deploy, invoke, stop, remove = CONTAINER
     port = 8799
     (tmp_path / "node.toml").write_text(f"[node]\nport = {port}\n")

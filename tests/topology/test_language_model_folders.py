@@ -177,7 +177,7 @@ def test_a_tokenizer_that_panics_harms_its_request_only(node: TestNode, client: 
 
 
 def test_a_gguf_file(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
     model = write_gguf(tmp_path / "small.gguf", seed=4)
     deploy(node, "gguf", tmp_path / "small.gguf")
     answers(client, "gguf", model)

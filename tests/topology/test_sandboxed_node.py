@@ -194,7 +194,7 @@ def breaks(node: TestNode, request: str, setting: str) -> None:
 
 def test_the_value_of_a_large_body_asks_for_huge_pages(attack: TestNode) -> None:
     if "[madvise]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("this kernel asks nobody whether it may use huge pages")
+        pytest.skip("needs transparent huge pages set to madvise")
     assert "hg" in attack.result("attacker", {"large": "x" * (8 << 20)})
 
 

@@ -77,7 +77,7 @@ def test_a_new_version_has_its_own_schema(node: TestNode) -> None:
     assert "request" not in node.http("GET", "/functions/changes/schema").body
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
 def test_the_page_lists_functions_in_a_browser_under_its_policy(node: TestNode, tmp_path: Path) -> None:
     answer = node.http("GET", "/docs")
     assert "default-src 'none'" in answer.headers["content-security-policy"]

@@ -19,7 +19,7 @@ from dormouse.core.paths import BLOBS
 from dormouse.schemas import admin as a
 
 pytestmark = [
-    pytest.mark.skipif(os.getuid() != 0, reason="needs the rights to become other users"),
+    pytest.mark.skipif(os.getuid() != 0, reason="needs root"),
 ]
 
 FRIEND, STRANGER = 12345, 54321

@@ -27,7 +27,7 @@ def node() -> Iterator[TestNode]:
 def said(node: TestNode, client: str, script: str) -> dict[str, Any]:
     python = ROOT / "build" / "stock" / client / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{client} is not there: scripts/stock-clients {client} makes its environment")
+        pytest.skip(f"needs {client}: scripts/stock-clients {client}")
     command = [str(python), str(ROOT / "tests" / script), f"127.0.0.1:{node.port}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{node.logs()}"

@@ -26,7 +26,7 @@ def tried(config: NodeConfig, launcher: tuple[str, ...] = ()) -> set[tuple[bool,
 
 def test_d12_what_doctor_claims_was_tried(tmp_path: Path) -> None:
     if os.getuid() != 0:
-        pytest.skip("not root")
+        pytest.skip("needs root")
     found = {
         finding.name: finding for finding in doctor._confinement(NodeConfig(node=NodeSection(state=str(tmp_path))))
     }
@@ -48,7 +48,7 @@ def test_d12_what_doctor_claims_was_tried(tmp_path: Path) -> None:
 def test_d8_without_rights_and_control_groups_processes_are_limited(tmp_path: Path) -> None:
     """By a user namespace of each instance's own. The kernel does so for users other than root, under whatever name."""
     if os.getuid() != 0:
-        pytest.skip("not root")
+        pytest.skip("needs root")
     found = tried(NodeConfig(node=NodeSection(state=str(tmp_path)), sandbox=SandboxSection(cgroups="off")), AS_USER)
     assert (True, "limit: processes", "32 processes: EAGAIN") in found, found
     assert (True, "confinement", "same-uid+user+pid+mount+ipc+net+seccomp") in found, found

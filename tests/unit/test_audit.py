@@ -96,7 +96,7 @@ def test_a_disk_that_takes_nothing_holds_nothing_up(tmp_path: Path) -> None:
     assert audit.trouble is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_what_root_writes_in_the_directory_of_another_user_is_that_users(tmp_path: Path) -> None:
     """Else that user's node could not write it any more."""
     for owner in (0, 4242):

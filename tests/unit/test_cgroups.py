@@ -71,7 +71,7 @@ def test_what_is_written_of_v1(tmp_path: Path) -> None:
 def test_d8_groups_of_this_machine_hold_and_are_removed() -> None:
     groups = Groups.claim("a test of cgroups")
     if groups is None:
-        pytest.skip("control groups cannot be made here")
+        pytest.skip("needs the right to make control groups")
     folders = set(groups.folders.values())
     group = groups.make("1-1", Limits(memory_nbytes=64 << 20, processes=4))
     assert all((folder / "1-1").is_dir() for folder in folders)

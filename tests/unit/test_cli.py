@@ -617,7 +617,7 @@ def test_a_real_shell_completes(
 ) -> None:
     """As the help of `dormouse completion` says it, with the command found by its name."""
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+        pytest.skip(f"needs {shell}")
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "dormouse"
     (tmp_path / "patient.py").write_text(PATIENT)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dormouse.gpuserver.transfer import Kind
 
-pytest.importorskip("cuda.bindings.driver")
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
 from dormouse.gpuserver.device.cuda.copies import ASSUMED_NBYTES_S, LinkRates  # needs the bindings
 from dormouse.gpuserver.device.cuda.steps import moved
 

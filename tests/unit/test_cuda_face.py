@@ -128,7 +128,7 @@ def test_compile_is_eager(loopback: Any) -> None:
 
 
 def test_weights_load_straight_to_cuda(loopback: Any, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
+    safetensors = pytest.importorskip("safetensors", reason="needs safetensors: make setup")
     from safetensors.torch import load_file, save_file
 
     weights = {"a": torch.randn(3, 4), "b": torch.arange(5)}

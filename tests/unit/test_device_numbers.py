@@ -148,9 +148,11 @@ def test_n6_map_location_in_every_form(loopback: Any, tmp_path: Path) -> None:
     "where", ["auto", "balanced", {"": 0}, {"": CUDA}, 0, "cuda", {"transformer": 0, "lm_head": 0}]
 )
 def test_n6_device_map(loopback: Any, tmp_path: Path, where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # a thread that would stay behind
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="needs accelerate: make setup")
+    monkeypatch.setattr(
+        pytest.importorskip("tqdm", reason="needs tqdm: make setup").tqdm, "monitor_interval", 0
+    )  # a thread that would stay behind
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make setup")
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2)).eval()
     model.save_pretrained(tmp_path)
@@ -161,7 +163,7 @@ def test_n6_device_map(loopback: Any, tmp_path: Path, where: Any, monkeypatch: p
 
 
 def test_n6_accelerate_puts_weights_in_place(loopback: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: make setup")
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
     ids = torch.tensor([1, 2])

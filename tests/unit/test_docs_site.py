@@ -37,6 +37,7 @@ TAKEN = (
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As much of this one as the site is made of."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs: make docs")
     place = tmp_path_factory.mktemp("site")
     for name in TAKEN:
         (place / name).parent.mkdir(parents=True, exist_ok=True)

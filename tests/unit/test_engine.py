@@ -502,7 +502,7 @@ def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
 def test_d6_what_an_upload_leaves_out_is_not_another_instances(small: World) -> None:
     """Nor what a created storage holds; of its own bytes an instance may see what was there, as natively."""
     if small.device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     geometry = ["uint8", [4000], [1], 0, 0]
     metas = [0, geometry, 1, geometry]
     secret = bytes([0xA7])
@@ -532,7 +532,7 @@ def test_d6_what_an_upload_leaves_out_is_not_another_instances(small: World) -> 
 def test_a_value_comes_down_from_a_gpu_that_weights_fill(small: World) -> None:
     """The bytes on their way are the host's: they were an allocation of the GPU's, and its error the instance's end."""
     if small.device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     small.engine.manifest(manifest("a", *range(10, 16)))  # all of it
     assert isinstance(small.device, HostDevice)
     library: Any = small.device.activations
@@ -548,7 +548,7 @@ def test_a_value_comes_down_from_a_gpu_that_weights_fill(small: World) -> None:
 
 def test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing(small: World) -> None:
     if small.device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     small.engine.manifest(MODEL)
     small.engine.manifest(manifest("b", 20))
     assert isinstance(small.device, HostDevice)

@@ -238,7 +238,7 @@ def mappings_exhausted() -> Iterator[None]:
     """The kernel gives this process no more mappings."""
     most = int(Path("/proc/sys/vm/max_map_count").read_text())
     if most > 1 << 18:
-        pytest.skip("too many mappings to make")
+        pytest.skip("needs vm.max_map_count of at most 262144")
     libc = ctypes.CDLL(None, use_errno=True)
     filler = mmap.mmap(-1, most * mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     view = ctypes.c_char.from_buffer(filler)

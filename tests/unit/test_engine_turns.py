@@ -311,7 +311,7 @@ def test_an_operation_that_is_refused_memory_has_others_leave(make: Callable[...
     """In the middle of a command: what leaves is copied out by the thread that waits for the room."""
     world = make(names="ab", total=5 * MIB, nbytes_s=1e12)
     if world.device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     world.engine.manifest(manifest("a", 10, 11))
     world.engine.manifest(manifest("b", 12))
     world.device.attach_thread()

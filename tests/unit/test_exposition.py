@@ -328,7 +328,7 @@ def test_a_function_that_is_broken_is_said_though_nobody_asks_for_it() -> None:
     assert [key[1:] for key in found if key[0] == "dormouse_function_broken"] == [("a",)]
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian has it in the package prometheus)")
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
 @pytest.mark.parametrize(
     "words",
     [

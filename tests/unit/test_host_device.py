@@ -215,7 +215,7 @@ def test_what_belongs_to_the_device(device: HostDevice) -> None:
 
 def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> None:
     if device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     raised: list[str] = []
 
     def work() -> None:
@@ -245,7 +245,7 @@ def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> N
 
 def test_a_device_counts_from_its_own_beginning(device: HostDevice) -> None:
     if device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     left = torch.empty(1000)
     assert device.activation_stats()[0] >= 4000
     later = HostDevice(TOTAL)
@@ -276,7 +276,7 @@ def secrets(device: HostDevice, reader: int) -> tuple[int, int]:
 
 def test_d6_a_block_that_changes_hands_reads_as_zeros(device: HostDevice) -> None:
     if device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     torch.empty(60 * MIB, dtype=torch.uint8)  # of what tests before have left free, little is kept from now on
     own, again = secrets(device, 7)
     assert own > 20 * MIB, "its own bytes it sees, as natively: the blocks are the same"
@@ -290,7 +290,7 @@ def test_d6_a_block_that_changes_hands_reads_as_zeros(device: HostDevice) -> Non
 
 def test_d6_what_is_kept_of_free_memory_is_bounded(device: HostDevice) -> None:
     if device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
 
     def resident_nbytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -323,7 +323,7 @@ print(before > 1000, found())
 
 def test_workspaces_are_counted(device: HostDevice) -> None:
     if device.approximate:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     image, weight = torch.zeros(1, 16, 64, 64), torch.zeros(16, 16, 3, 3)
     device.reset_peak()
     before = device.activation_stats()[0]

@@ -252,7 +252,7 @@ def test_descriptors_that_are_no_longer_ours_give_no_answer(memory: Memory, file
 
 
 @pytest.mark.skipif(
-    tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) < (6, 11), reason="the kernel has only text"
+    tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) < (6, 11), reason="needs Linux 6.11"
 )
 def test_a_new_kernel_is_asked_for_one_mapping(memory: Memory, file: Path) -> None:
     mappings = Mappings()

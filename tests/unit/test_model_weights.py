@@ -260,7 +260,7 @@ def _gguf(folder: Path, name: str = "m.gguf") -> tuple[DecoderSpec, dict[str, to
 
 
 def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
     from gguf_files import write_gguf
 
     model = write_gguf(tmp_path / "m.gguf")
@@ -277,7 +277,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
     from gguf_files import write_gguf
 
     path = tmp_path / "m.gguf"

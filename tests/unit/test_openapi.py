@@ -123,7 +123,7 @@ def test_components_of_functions_with_dots_are_their_own() -> None:
     assert sorted(schemas["schemas"]) == ["Error", "_a_-b.C", "a.b.C"]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 def test_the_pages_example_of_types_that_name_each_other_is_bounded() -> None:
     """Sixty fields, each of the type itself, five deep, would be 700 million values."""
     script = Path(openapi.__file__).with_name("trypage.html").read_text().partition("<script>")[2]

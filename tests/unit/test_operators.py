@@ -110,7 +110,7 @@ def test_n7_an_operator_that_lies_about_what_it_writes(ops: Any) -> None:
 def test_n7_an_operator_in_c_plus_plus(libraries: Path, loopback: Any) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: g++ or clang++")
     torch_folder = Path(torch.__file__).parent
     source, built = libraries / "positive.cpp", libraries / "positive.so"
     source.write_text(CPP)
@@ -188,7 +188,7 @@ def test_n7_the_node_file_names_libraries() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not VISION.is_dir(), reason="make setup puts torchvision beside the environment")
+@pytest.mark.skipif(not VISION.is_dir(), reason="needs torchvision, which make setup puts beside the environment")
 def test_n7_torchvision(tmp_path: Path) -> None:
     """Its operators, and four detectors, as native."""
     checks = ["operators", "fasterrcnn", "maskrcnn", "retinanet", "ssd"]

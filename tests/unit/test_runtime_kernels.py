@@ -45,7 +45,7 @@ def library_for(machine: str) -> ctypes.CDLL:
 @pytest.fixture(params=MACHINES)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     if request.param == "AVX2" and " avx2 " not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this processor has no AVX2")
+        pytest.skip("needs a processor with AVX2")
     return library_for(request.param)
 
 

@@ -123,7 +123,7 @@ def test_a_descriptor_for_reading_gives_no_writing(device: HostDevice) -> None:
     os.close(fd)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_another_user_cannot_open_it_anew(device: HostDevice) -> None:
     fd = device.granule(0, writable=False)
 

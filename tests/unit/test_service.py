@@ -20,7 +20,7 @@ def settings(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("root", [True, False])
 def test_systemd_has_nothing_against_it(root: bool) -> None:
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd is not installed")
+        pytest.skip("needs systemd-analyze, of systemd")
     text = cli_service.unit("default", ["/bin/true", "up", STRANGE], root=root)
     assert cli_service.examined(text, "dormouse.service", root=root) is None
     broken = text.replace("Type=notify", "Type=notify\nDelegate=perhaps").replace("/bin/true", "/not/there")

@@ -22,7 +22,7 @@ from dormouse.gpuserver.runtime.packing import FREE, NOWHERE, FixedColumns
 from dormouse.gpuserver.runtime.step_graphs import AFTER, GRAPHS, ROWS, StepGraphs
 
 if not triton_here.HERE:
-    pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
+    pytest.skip("needs Triton, which make setup puts beside the environment", allow_module_level=True)
 
 from dormouse.gpuserver.runtime.backends.low_rank_on_triton import DeviceTable
 from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend

@@ -199,7 +199,7 @@ def old_file() -> str:
     path = max((path for path in mapped if os.path.isfile(path)), key=os.path.getsize)
     with open(path, "rb") as file:
         if file_system(file.fileno()) not in DURABLE:
-            pytest.skip("the libraries lie on a file system without a disk")
+            pytest.skip("needs libraries on a file system with a disk")
     return path
 
 

@@ -150,7 +150,7 @@ def test_n2_a_lease_that_a_thread_took_ends_with_the_load(loopback: Any) -> None
 
 def test_n2_text_is_streamed_from_a_thread_that_generates(loopback: Any) -> None:
     """The recipe for `TextIteratorStreamer` in the documentation of transformers."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make setup")
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, eos_token_id=39)
     model = transformers.GPT2LMHeadModel(config).eval()

@@ -13,7 +13,7 @@ from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 
 if not triton_here.HERE:
-    pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
+    pytest.skip("needs Triton, which make setup puts beside the environment", allow_module_level=True)
 
 from attention_world import BLOCK, World, agree
 

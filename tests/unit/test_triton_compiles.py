@@ -11,7 +11,7 @@ import pytest
 import triton_here
 
 if not triton_here.HERE:
-    pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
+    pytest.skip("needs Triton, which make setup puts beside the environment", allow_module_level=True)
 
 KERNELS = {"write": 1, "attend": 3, "merge": 1, "shrink": 1, "expand": 1}
 """How many of each are compiled: attention for single tokens, for their parts, and for prompts."""

@@ -14,7 +14,7 @@ from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank, Table, add_each
 
 if not triton_here.HERE:
-    pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
+    pytest.skip("needs Triton, which make setup puts beside the environment", allow_module_level=True)
 
 from dormouse.gpuserver.runtime.backends.low_rank_on_triton import SPLIT_INPUTS, TritonLowRank
 from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
