@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 
 # A shell that starts tests in the background has it ignored, and so would the commands that tests interrupt.
@@ -45,6 +46,17 @@ def loopback() -> Iterator[Any]:
     finally:
         world.close()
         assert set(threading.enumerate()) <= threads, "of an earlier test's some may have ended meanwhile"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.excinfo is not None and (reason := needs.without_these_rights(call.excinfo.value)):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: {reason}")
+    return report
 
 
 def _note_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from dormouse.core.node.testing import TestNode
 
 ROOT: Final = Path(__file__).parents[1]
@@ -52,6 +54,8 @@ class Reader:
     def types(self, command: str, stdin: str = "") -> str:
         """What it prints. It must succeed."""
         status, out, err = self.tries(command, stdin)
+        if status == 127 and (missing := re.search(r"^bash: .*: (\S+): command not found$", err, re.MULTILINE)):
+            pytest.skip(f"needs {missing[1]}")
         logs = "" if self._node is None else self._node.logs()
         assert status == 0, f"{command}\n{out}\n{err}\n{logs}"
         return out

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 
+import needs
 import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
@@ -131,6 +132,7 @@ def test_a_model_that_its_pool_cannot_place_is_out_of_memory_with_the_numbers() 
             still_good(node)
 
 
+@needs.COMPILER
 def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: TestNode) -> None:
     source = """
         import torch
@@ -152,6 +154,7 @@ def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: T
     still_good(node)
 
 
+@needs.COMPILER
 def test_n1_what_could_not_be_computed_is_the_error_and_not_its_form(node: TestNode) -> None:
     source = "import torch\ndef load(): pass\ndef handle(_, n): return torch.ones(n, device='cuda')\n"
     node.deployed("form", source)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import openai
 import pytest
 from adapter_folders import base_model, save_adapter
@@ -141,6 +142,7 @@ def test_what_is_shared_is_there_once_and_a_wake_copies_an_adapter_alone(
     assert node.status()["store"]["host_nbytes"] == pytest.approx(base + sum(adapters.values()), rel=0.05)
 
 
+@needs.ROOT
 def test_in_isolation_each_function_has_a_runtime_and_the_weights_are_there_once(
     node: TestNode, folders: Path, models: dict[str, Any], client: openai.OpenAI
 ) -> None:
@@ -159,6 +161,7 @@ def test_in_isolation_each_function_has_a_runtime_and_the_weights_are_there_once
         node.remove(name)
 
 
+@needs.ROOT
 def test_of_two_tenants_each_has_a_runtime_and_weights_as_the_node_shares_them(
     node: TestNode, folders: Path, models: dict[str, Any], client: openai.OpenAI
 ) -> None:

@@ -292,8 +292,8 @@ def test_sources_are_built_only_where_the_node_allows_it(node: TestNode, index: 
     with running_node(f'{GPU}[environments]\nindex = "{index.url}"\nbuilds = true\n') as other:
         other.deployed("f", source, requirements="built", allow_build=True)
         by, sees = other.result("f", 0)
-        assert (by == 60_999) is ("own-uid" in other.status()["node"]["confinement"])
-        assert not sees, "it can read nothing that is the node's alone"
+        own = "own-uid" in other.status()["node"]["confinement"]
+        assert ((by == 60_999), sees) == (own, not own), "it can read nothing that is the node's alone"
 
 
 def test_code_of_packages_cannot_have_another_folder_taken_for_what_it_builds(index: PackageIndex) -> None:

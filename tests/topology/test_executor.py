@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import needs
 import pytest
 
 from dormouse.gpuserver.lease.gate import LATE_FRAMES
@@ -311,6 +312,7 @@ def test_a_model_larger_than_the_gpu_is_refused_with_the_numbers(kit: Kit, make:
     kit.run(scenario())
 
 
+@needs.COMPILER
 def test_activations_larger_than_what_is_left_are_out_of_memory(kit: Kit, make: Make) -> None:
     instance = make()
 

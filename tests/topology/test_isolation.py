@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
+import needs
 import pytest
 
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
@@ -76,6 +77,7 @@ def node() -> Iterator[TestNode]:
         yield running
 
 
+@needs.COMPILER
 def test_d6_no_function_reads_what_another_left(node: TestNode) -> None:
     """And the way is real: the function that left the bytes finds them, as natively."""
     node.deployed("keeper", WAYS)
@@ -194,6 +196,7 @@ def test_n1_an_executor_that_dies_takes_what_its_request_made(node: TestNode) ->
     assert node.result("lost", {"do": "calls"}) == 2, "a new instance"
 
 
+@needs.COMPILER
 def test_n5_what_can_never_fit_evicts_nothing(node: TestNode) -> None:
     source = """
         import torch

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import needs
 import openai
 import pytest
 from language_models import make_folder
@@ -157,6 +158,7 @@ POINTS: Final[dict[str, Callable[[list[Talk]], None]]] = {
 }
 
 
+@needs.ROOT
 def test_a_runtime_that_is_killed_at_any_moment_gives_all_memory_back(
     node: TestNode, model: PreTrainedModel, client: openai.OpenAI
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import openai
 import pytest
 import torch
@@ -456,6 +457,7 @@ def test_logits_that_are_no_numbers_are_an_error_each_time(
     node.remove("nan")
 
 
+@needs.ROOT
 def test_kv_that_is_returned_is_unmapped(tmp_path: Path) -> None:
     """When a runtime has nothing to do, what holds no beginning of a prompt goes back: another may have it at once. In
     a pool of small granules, four extents lie in four at least.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import needs
 import pytest
 
 from dormouse.client_shim.instance import codec
@@ -647,6 +648,7 @@ def test_d1_nobody_administrates_over_tcp(world: World) -> None:
     assert [row["name"] for row in world.admin.functions()] == [row["name"] for row in before]
 
 
+@needs.ROOT
 def test_d1_a_stranger_may_not_administrate(world: World) -> None:
     """Of another uid: the socket is there, and says no before it reads anything."""
     os.chmod(world.run, 0o711)

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs
 import pytest
 
 from dormouse.core import procfs
@@ -276,6 +277,8 @@ def test_d8_home_and_tmp_hold_what_they_may_together(attack: TestNode) -> None:
 
 @pytest.mark.parametrize("request_", ["memfd", "shared", "anonymous"])
 def test_d8_memory_of_every_kind_is_limited(attack: TestNode, request_: str) -> None:
+    if request_ in ("memfd", "shared"):
+        needs.control_groups(attack)
     breaks(attack, request_, "memory")
     log = (attack.state / "logs" / "fn-attacker.log").read_text()
     assert f"attack {request_}" in log
@@ -289,6 +292,7 @@ def test_d8_processes_threads_and_files_are_limited(attack: TestNode, request_: 
 
 
 def test_d8_a_cpu_hog_is_held_to_its_share(attack: TestNode) -> None:
+    needs.control_groups(attack)
     assert attack.result("attacker", "hog") == [0, 0, 0]
     instance = next(iter(attack.status()["functions"]["attacker"]["instances"]))
     own = f"/{folder_name(str(attack.run))}/{instance}"  # other nodes' come and go

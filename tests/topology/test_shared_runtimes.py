@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import needs
 import openai
 import pytest
 from language_models import make_folder
@@ -88,6 +89,7 @@ def test_two_functions_of_a_tenant_share_a_runtime(
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "function"}, {"tenant": "other"}, {"context": 128}])
+@needs.ROOT
 def test_others_have_runtimes_of_their_own(
     node: TestNode, folder: Path, model: PreTrainedModel, client: openai.OpenAI, settings: dict[str, str]
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import needs
 import pytest
 
 from dormouse.core.config import NodeConfig, NodeSection, SandboxSection
@@ -55,6 +56,7 @@ def test_d8_without_rights_and_control_groups_processes_are_limited(tmp_path: Pa
     assert {held for held, name, _ in found if name != "sandbox uid"} == {True}, found
 
 
+@needs.ROOT
 def test_d12_doctor_does_not_claim_what_does_not_hold(tmp_path: Path) -> None:
     config = NodeConfig(node=NodeSection(state=str(tmp_path)), sandbox=SandboxSection(cgroups="off"))
     found = tried(config, AS_NOBODY)

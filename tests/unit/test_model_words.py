@@ -126,7 +126,7 @@ def test_every_end_that_the_files_name_is_one(tmp_path: Path, files: Any, ends: 
 
 
 def test_a_gguf_file_s_ends_of_turns_and_messages_are_ends(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
     model: Any = write_gguf(tmp_path / "small.gguf", ends={"eot": 260, "eom": 261})
     spec = DecoderSpec(family="llama", config={"vocab_size": model.config.vocab_size}, dtype="float32", context=256)
     words = Words(str(tmp_path), spec, "small.gguf")

@@ -67,6 +67,7 @@ def test_every_module_comes_from_what_is_tested() -> None:
 if WHEEL is not None:  # in the part of scripts/test that builds it
 
     def test_the_wheel_has_every_file() -> None:
+        assert WHEEL is not None
         for name, folder in PACKAGES.items():
             here = {p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".cpp", ".h", ".html", ".typed")}
             files = (p for p in (Path(WHEEL) / name.replace(".", "/")).iterdir() if p.is_file())
