@@ -156,8 +156,8 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _room(tensor: RemoteTensor) -> RemoteTensor:
-    """What may not fit is brought into being at once."""
-    if tensor._storage.nbytes >= telling.Large.nbytes:
+    """What may not fit is brought into being at once; without a lease, what is put into it may go to the store."""
+    if tensor._storage.nbytes >= telling.Large.nbytes and stream().leased:
         stream().create(tensor._storage)
         stream().answer_for_all()
     return tensor

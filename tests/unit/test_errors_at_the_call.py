@@ -223,8 +223,13 @@ def test_a_refused_operation_names_a_way_on() -> None:
 def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program halves its batch when the GPU is full; what surely fits makes no round trip."""
     monkeypatch.setattr(telling.Large, "nbytes", 1 << 16)
-    loopback.begin_lease()
     answers = loopback.stream.answers
+    host = torch.ones(1 << 14)
+    model = host.to(CUDA)
+    assert (loopback.stream.leased, answers.round_trips) == (False, 0), "what load() uploads goes to the store"
+    loopback.begin_lease()
+    assert torch.equal(model.cpu(), host)
+    answers.round_trips = 0
     small, large = torch.empty(1 << 8, device=CUDA), torch.empty(1 << 14, device=CUDA)
     assert answers.round_trips == 1
     torch.cat([small, small])
