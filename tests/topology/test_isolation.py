@@ -142,7 +142,7 @@ def test_n1_and_n5_what_failed_requests_leave(node: TestNode) -> None:
     node.deployed("lazy", LAZY, quota="1MiB")
 
     def ask(do: str, **more: object) -> tuple[int, str, str]:
-        answer = node.invoke("lazy", {"do": do, **more})
+        answer = node.told("lazy", {"do": do, **more})
         error = answer.body["error"] if answer.status != 200 else {"code": "", "message": str(answer.body)}
         return answer.status, error["code"], error["message"]
 
