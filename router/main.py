@@ -333,6 +333,7 @@ class Router(Actor):
                 self.requests.settle(action)
             case e.Handover(request=request, instance=name, ticket=ticket, lease=lease, route=route):
                 said, labels = self.requests.body(request), self.requests.labels(request)
+                self.instances.hosts[name].runs(ticket, labels.id)
                 body, nbytes = self.instances.hosts[name].put_request(said.data)
                 run = m.Run(
                     request=ticket,
@@ -358,9 +359,9 @@ class Router(Actor):
             case e.Interrupt(instance=name, ticket=ticket):
                 self.instances.hosts[name].give_up(ticket)
                 self._signal(name, signal.SIGUSR1)
-            case e.Clean(instance=name):
+            case e.Clean(instance=name, how=how):
                 self._sessions.end(name, "was given up")
-                self.instances.close(name)
+                self.instances.close(name, how)
                 self._versions.remove_unused()
             case e.Send(instance=name, message=message):
                 self._send(name, message)

@@ -93,13 +93,14 @@ class Status(Packet, frozen=True, kw_only=True, tag=7):
 
 class Logs(Packet, frozen=True, kw_only=True, tag=8):
     """The last lines, of those that were printed since then, in seconds of the Unix clock; ``follow``: and what comes,
-    until the caller leaves.
+    until the caller leaves. ``marks``: with those that say when and by whom it was printed (core/logrecords.py).
     """
 
     name: str
     lines: int = 200
     follow: bool = False
     since_s: float = 0.0
+    marks: bool = False
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

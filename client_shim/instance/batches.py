@@ -110,6 +110,7 @@ class Batches:
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._router.send(m.Spoiled(text=remains))
         sys.stdout.flush()
+        sys.stderr.flush()
         for run, outcome in zip(taken, outcomes, strict=True):
             self._send(run, outcome)
 

@@ -237,6 +237,7 @@ class Concurrent:
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._send(m.Spoiled(text=remains))
         sys.stdout.flush()
+        sys.stderr.flush()
         self._send(said(run.request, outcome))
         del self._open[run.request]
         self._tasks.pop(run.request, None)

@@ -148,6 +148,7 @@ class Runner:
                 print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
                 self.backend.router.send(m.Spoiled(text=remains))
             sys.stdout.flush()
+            sys.stderr.flush()
             self.backend.router.send(answer)
 
     def _answer(self, run: m.Run) -> m.Returned | m.Raised:

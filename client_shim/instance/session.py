@@ -99,6 +99,7 @@ def main(argv: list[str], run: str) -> int:
                 give_back(stream)
             attachment.close()
     sys.stdout.flush()
+    sys.stderr.flush()
     return status
 
 

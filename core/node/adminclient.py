@@ -152,10 +152,12 @@ class AdminClient:
             with self._conversation(None) as conversation:
                 yield from conversation.asked(act, [fd])
 
-    def logs(self, name: str, lines: int, follow: bool, since_s: float = 0.0) -> Generator[bytes, None, None]:
+    def logs(
+        self, name: str, lines: int, follow: bool, since_s: float = 0.0, marks: bool = False
+    ) -> Generator[bytes, None, None]:
         """The log in pieces, from then on; without end if ``follow``."""
         with self._conversation(None if follow else CALL_S) as conversation:
-            yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow, since_s=since_s))
+            yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow, since_s=since_s, marks=marks))
 
     def requests(self, name: str, kind: Literal["", "slow", "failed", "cold"], most: int) -> list[dict[str, Any]]:
         """The last requests."""

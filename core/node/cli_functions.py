@@ -124,7 +124,8 @@ def body_of(context: CommandContext, name: str, request: str) -> bytes:
 @click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
 @click.option("-n", "--lines", type=int, help="Lines to begin with.  [default: 100; all with --since or --search]")
 @click.option("--since", help="What was printed since then: how long ago (30m, 2h, 7d), or a time (ISO 8601).")
-@click.option("--search", metavar="TEXT", help="Lines that have this text, in small or capital letters.")
+@click.option("--search", metavar="TEXT", help="Lines that have this text, or are of this request or instance.")
+@click.option("-l", "--long", is_flag=True, help="Before each line, its time, instance and request.")
 @as_json
 @pass_context
 def logs(
@@ -134,33 +135,48 @@ def logs(
     lines: int | None,
     since: str | None,
     search: str | None,
+    long: bool,
     json_: bool,
 ) -> None:
     """Print what a function's instances have printed.
 
     A line that is found is printed with all that it belongs to: indented lines below it, and a traceback. So a
-    request's id finds why it failed. With --search, -n counts these.
+    request's id finds what it has printed, why it failed, and the instance that ended with it. With --search, -n
+    counts these. Text is found in small or capital letters.
 
-    When a line was printed is known to a second, and to some seconds in a log that is written slowly for days.
+    When a line was printed is known to a second, and for --since to some seconds in a log that is written slowly for
+    days. Its request is known if its instance had no other one at that time.
     """
-    from dormouse.core.logrecords import having, searched
+    from dormouse.core.logrecords import LogLine, having, lines_of, searched
     from dormouse.core.prices import parse_since
 
     since_s = parse_since(since) if since is not None else 0.0
     few = 100 if since is None and search is None else ALL_LINES
     wanted = few if lines is None else lines
     asked = wanted if search is None else ALL_LINES
-    pieces: Iterable[bytes] = context.client.logs(name, asked, follow, since_s)
-    if search is not None and follow:
-        pieces = searched(pieces, search)
-    elif search is not None:
+    if search is None and not long and not json_:  # as it comes: also half a line
+        _show_pieces(context.client.logs(name, asked, follow, since_s))
+        return
+    pieces = context.client.logs(name, asked, follow, since_s, marks=True)
+    if search is None:
+        printed: Iterable[LogLine] = lines_of(pieces)
+    elif follow:
+        printed = searched(pieces, search)
+    else:
         found = having(b"".join(pieces), search)
-        pieces = found[max(0, len(found) - wanted) :]
+        printed = chain(*found[max(0, len(found) - wanted) :])
         if not found:
             click.echo("no such lines", err=True)
     if json_ and not follow:
-        show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
-        return
+        entries = [line.told() for line in printed]
+        show_json({"name": name, "lines": [entry["text"] for entry in entries], "entries": entries})
+    elif json_:
+        _show_pieces(json.dumps(line.told()).encode() + b"\n" for line in printed)
+    else:
+        _show_pieces(line.long() if long else line.text for line in printed)
+
+
+def _show_pieces(pieces: Iterable[bytes]) -> None:
     for piece in pieces:
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()

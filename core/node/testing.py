@@ -223,6 +223,10 @@ class TestNode:
         """The end of a function's log."""
         return b"".join(self.admin.logs(name, 200, follow=False)).decode(errors="replace")
 
+    def marked_log(self, name: str) -> bytes:
+        """With who printed what (core/logrecords.py)."""
+        return b"".join(self.admin.logs(name, 1000, follow=False, marks=True))
+
     def status(self) -> Any:
         """With the store's part, if it can be had: on a busy machine it may come later than a person would wait."""
         for _ in range(5):

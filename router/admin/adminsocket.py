@@ -16,6 +16,7 @@ import orjson
 
 from dormouse.core.audit import Audit
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
+from dormouse.core.logrecords import unmarked
 from dormouse.router.access import users
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.admin import Admin
@@ -189,7 +190,7 @@ async def _show(connection: Connection, printed: asyncio.Queue[bytes], finishing
         news = asyncio.ensure_future(printed.get())
         await asyncio.wait((news, finishing), return_when=asyncio.FIRST_COMPLETED)
         if news.done():
-            await _answer(connection, news.result(), a.LOG)
+            await _answer(connection, unmarked(news.result()), a.LOG)
         else:
             news.cancel()
 

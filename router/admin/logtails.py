@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from dormouse.core.logrecords import unmarked
 from dormouse.core.names import NAME
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
@@ -48,12 +49,13 @@ class LogTails:
         if not known and not (left and NAME.fullmatch(act.name) and self._logs.path(act.name).exists()):
             raise HttpError(queueing.absent(picture, act.name))
         log = self._logs.of(act.name)
+        told: Callable[[bytes], bytes] = bytes if act.marks else unmarked
         if not act.follow:
-            yield log.tail(act.lines, act.since_s)
+            yield told(log.tail(act.lines, act.since_s))
             return
         news = log.follow()
         try:
-            yield log.tail(act.lines, act.since_s)
+            yield told(log.tail(act.lines, act.since_s))
             while log.open:
                 piece = b""
                 with suppress(TimeoutError):
@@ -64,6 +66,6 @@ class LogTails:
                 if not left and not tenancy.sees(caller, picture, act.name):
                     return
                 if piece:
-                    yield piece
+                    yield told(piece)
         finally:
             log.unfollow(news)

@@ -102,7 +102,7 @@ def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
         if function.queue and function.spec.stateless:
             p.crowded[name] = None
         for instance in dismissed(p, before):
-            lives.drain(p, instance)
+            lives.drain(p, instance, f"was replaced: version {deploy.spec.version} was deployed")
     queueing.feed(p, function)
 
 
@@ -110,7 +110,7 @@ def _removed(p: RouterState, name: str) -> None:
     function = p.functions[name]
     p.wanted.pop(name, None)
     for instance in dismissed(p, function):
-        lives.drain(p, instance)
+        lives.drain(p, instance, "was removed with its function")
     del p.functions[name]
     for number in function.queue:
         queueing.fail(p, number, failures.unknown_function(name))

@@ -258,9 +258,10 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Clean:
-    """The process is gone: remove all that was its own."""
+    """The process is gone: remove all that was its own. ``how`` completes "the instance ..."."""
 
     instance: str
+    how: str
 
 
 @dataclass(frozen=True, slots=True)

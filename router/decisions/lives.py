@@ -115,26 +115,26 @@ def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", 
         queueing.share_out(p, function)
 
 
-def drain(p: RouterState, instance: Instance) -> None:
+def drain(p: RouterState, instance: Instance, why: str) -> None:
     """Give no more requests to this instance, which belongs to no function any more. It may finish the request that it
-    runs.
+    runs. ``why`` completes "the instance ...".
     """
-    instance.draining = True
+    instance.draining = why
     ticket = p.tickets.get(instance.ticket or 0)
     request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
     if instance.open:
         return
     if instance.state is InstanceState.IDLE:
-        queueing.end(p, instance)
+        queueing.end(p, instance, why)
     elif instance.state is not InstanceState.BUSY:
-        kill(p, instance, "was replaced")
+        kill(p, instance, why)
     elif request is not None and request.phase is Phase.WAITING:
         queueing.release(p, request.ticket)
         queueing.requeue(p, request)
         queueing.idle(p, instance)
 
 
-def replace(p: RouterState, instance: Instance) -> None:
+def replace(p: RouterState, instance: Instance, why: str) -> None:
     """Another one takes its place at once; it answers what it has."""
     function = p.serving(instance)
     if function is None:
@@ -144,7 +144,7 @@ def replace(p: RouterState, instance: Instance) -> None:
         del function.extras[instance.name]
     else:
         succeed(p, function)
-    drain(p, instance)
+    drain(p, instance, why)
 
 
 def kill(p: RouterState, holder: Holder, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
@@ -152,6 +152,7 @@ def kill(p: RouterState, holder: Holder, how: str, failure: m.Failure | None = N
     if holder.state is InstanceState.DEAD:
         return
     _lost(p, holder, how, failure, blameless)
+    holder.ending = how
     p.out.append(e.Kill(holder.name, how))
 
 
@@ -174,7 +175,7 @@ def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None
         case _:
             assert_never(holder)
     p.tell(m.InstanceGone(instance=name))
-    p.out.append(e.Clean(name))
+    p.out.append(e.Clean(name, holder.ending or how))
 
 
 def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:

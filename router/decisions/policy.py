@@ -160,7 +160,7 @@ class RequestPolicy:
                 failure = failures.check_failed(text) if code == "check_failed" else failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY or instance.open:
-                lives.replace(p, instance)
+                lives.replace(p, instance, "was replaced: the last request spoiled what load() had made")
             case m.LoadProgress():
                 lives.progressed(p, instance.name)
             case m.AnswerBegun():

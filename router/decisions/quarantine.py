@@ -87,5 +87,5 @@ def restart_asked(p: RouterState, ask: int, name: str) -> None:
     function.retry_s = function.extra_retry_s = 0.0
     p.wanted[name] = None
     for instance in changes.dismissed(p, function):
-        lives.drain(p, instance)
+        lives.drain(p, instance, "was replaced: the function was restarted")
     p.settle(ask, None, function.spec)

@@ -213,7 +213,7 @@ def through(p: RouterState, instance: Instance, number: int) -> None:
     del instance.open[number]
     instance.idle_s = p.now_s
     if instance.draining and not instance.open:
-        end(p, instance)
+        end(p, instance, instance.draining)
     elif (function := p.functions.get(instance.spec.name)) is not None:
         feed(p, function)
 
@@ -271,14 +271,14 @@ def idle(p: RouterState, instance: Instance) -> None:
     """The instance has no request any more."""
     instance.state, instance.ticket, instance.idle_s = InstanceState.IDLE, None, p.now_s
     if instance.draining:
-        end(p, instance)
+        end(p, instance, instance.draining)
     elif (function := p.functions.get(instance.spec.name)) is not None:
         feed(p, function)
 
 
-def end(p: RouterState, instance: Instance) -> None:
+def end(p: RouterState, instance: Instance, why: str) -> None:
     """Let an idle instance leave by itself: no GPU is to be made ready for it, nor kept."""
-    instance.state = InstanceState.DEAD
+    instance.state, instance.ending = InstanceState.DEAD, why
     disown(p, instance)
     p.send(instance.name, m.Exit())
     p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))

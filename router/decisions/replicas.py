@@ -144,7 +144,7 @@ def idled(p: RouterState, name: str) -> None:
         p.at(idle_until_s, t.ExtraIdles(name))
         return
     del function.extras[name]
-    queueing.end(p, instance)
+    queueing.end(p, instance, "was idle, and others are there")
 
 
 def wrote(p: RouterState, name: str) -> None:
@@ -165,4 +165,4 @@ def wrote(p: RouterState, name: str) -> None:
     p.out.append(e.LogNote(function.spec.name, text))
     extras, function.extras = function.extras, {}
     for extra in [p.instances[name] for name in extras]:
-        lives.drain(p, extra)
+        lives.drain(p, extra, "was one of several, and its function is to have one")

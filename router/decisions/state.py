@@ -121,7 +121,8 @@ class Instance:
     replaces: bool = False  # its function was served already when it was started
     started_s: float = 0.0
     progress_s: float = 0.0  # when it last did something, while it loads
-    draining: bool = False  # ends after the request it has
+    draining: str = ""  # ends after the request it has, and why: completes "the instance ..."
+    ending: str = ""  # the same, once it was told to end
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
 
 
@@ -131,6 +132,7 @@ class Session:
 
     name: str
     state: InstanceState = InstanceState.IDLE  # or DEAD
+    ending: str = ""  # why it was told to end: completes "the session ..."
     version: int | None = None  # newest manifest version that it has told
     own: int | None = None  # ticket of the lease that it has or wants
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dormouse.core.logrecords import begun
+from dormouse.core.logrecords import BEGINS_MARK, begun, last_mark, mark
 from dormouse.core.masking import NO_MASK, SecretMask
 
 READ_NBYTES: Final = 64 << 10
@@ -39,8 +39,8 @@ FOLLOWER_CHUNKS: Final = 256
 
 
 class TimeMarks:
-    """When what of a log was written: one mark for each second in which something was, in a file beside the log. Lines
-    have no times of their own: a function prints what it likes.
+    """From where on a log was written since when: one mark for each second in which something was, in a file beside
+    the log, so that nobody looks for it in the log.
 
     ::
 
@@ -54,19 +54,20 @@ class TimeMarks:
             data = path.read_bytes()
             self._marks = list(_MARK.iter_unpack(data[: len(data) // _MARK.size * _MARK.size]))
 
-    def mark(self, offset: int, now_s: float) -> None:
-        """What comes at this offset is written now."""
+    def mark(self, offset: int, now_s: float) -> bool:
+        """What comes at this offset is written now; whether a mark was wanted for it."""
         if self._marks and abs(now_s - self._marks[-1][1]) < MARK_S:
-            return
+            return False
         self._marks.append((offset, now_s))
         if len(self._marks) > MOST_MARKS:  # a log that is written slowly: every other one will do
             self._marks = self._marks[::2]
             data = b"".join(_MARK.pack(*mark) for mark in self._marks)
             with suppress(OSError):
                 self.path.write_bytes(data)
-            return
+            return True
         with suppress(OSError), self.path.open("ab") as file:
             file.write(_MARK.pack(offset, now_s))
+        return True
 
     def offset(self, since_s: float) -> int:
         """From where on all is that was written since then. Some lines before that come too where marks were left out,
@@ -95,17 +96,24 @@ class FunctionLog:
         self._nbytes = self._file.tell()
         self._marks, self._marks_before = TimeMarks(_beside(path)), TimeMarks(_beside(self._previous))
         self._followers: set[asyncio.Queue[bytes]] = set()
+        self._origin = ("", "")
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, instance: str = "", request: str = "") -> None:
+        """``request``: its id, if it is known during which one this was printed."""
         if self._file.closed or not data:
             return  # the function was removed; an instance of it that ends may still print
+        data, origin, now_s = data.replace(BEGINS_MARK, b"?"), (instance, request), time.time()
+        changed, self._origin = origin != self._origin, origin
+        marked = mark(now_s, *origin) + data if changed or instance else data
         with suppress(OSError):  # a full disk loses what is printed, and nothing else
-            self._append(data)
+            if self._append(marked if changed else data, marked, now_s):
+                changed = True
         for follower in self._followers:
             if not follower.full():
-                follower.put_nowait(data)
+                follower.put_nowait(marked if changed else data)
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytes, marked: bytes, now_s: float) -> bool:
+        """``marked`` where it is to say when; whether it was."""
         if self._nbytes + len(data) > self._limit_nbytes:
             with suppress(FileNotFoundError):  # moved by an attempt that then could not make a new one
                 os.replace(self._path, self._previous)
@@ -114,8 +122,9 @@ class FunctionLog:
             self._nbytes = 0
             self._marks.move(self._marks_before.path)
             self._marks, self._marks_before = TimeMarks(_beside(self._path)), self._marks
-        self._marks.mark(self._nbytes, time.time())
-        self._nbytes += self._file.write(data)
+        timed = self._marks.mark(self._nbytes, now_s)
+        self._nbytes += self._file.write(marked if timed else data)
+        return timed
 
     @property
     def _previous(self) -> Path:
@@ -123,7 +132,7 @@ class FunctionLog:
 
     def tail(self, lines: int, since_s: float = 0.0) -> bytes:
         """The last ``lines`` lines of those that were written since then, in seconds of the Unix clock; with the
-        beginning of the record that was being written then.
+        beginning of the record that was being written then. With marks (core/logrecords.py).
         """
         before = data = b""
         for path, marks in ((self._previous, self._marks_before), (self._path, self._marks)):
@@ -134,7 +143,8 @@ class FunctionLog:
                     before = (before + written[marks.offset(since_s - RECORD_S) : start])[-RECORD_NBYTES:]
                 data += written[start:]
         data = begun(before, data) + data
-        return _last(data, lines)
+        last = _last(data, lines)
+        return last if last[:1] == BEGINS_MARK else last_mark(data[: len(data) - len(last)]) + last
 
     def follow(self) -> asyncio.Queue[bytes]:
         """New output from now on; give the queue back to :meth:`unfollow`."""
@@ -201,9 +211,16 @@ class LogPipe:
     :meth:`handed`.
     """
 
-    def __init__(self, log: FunctionLog, told: Callable[[], None] = lambda: None, mask: SecretMask = NO_MASK) -> None:
+    def __init__(
+        self,
+        log: FunctionLog,
+        told: Callable[[], None] = lambda: None,
+        mask: SecretMask = NO_MASK,
+        instance: str = "",
+    ) -> None:
         """``told`` is called when something was printed, of which ``mask`` hides a part."""
         self.log, self._told, self._mask = log, told, mask
+        self._instance, self._request, self._within = instance, "", False
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         self._loop = asyncio.get_running_loop()
@@ -216,12 +233,32 @@ class LogPipe:
         except BlockingIOError:
             return 0
         if data:
-            self.log.write(self._mask.feed(data))
+            self._write(self._mask.feed(data))
             self._told()
         else:
-            self.log.write(self._mask.rest())
+            self._write(self._mask.rest())
             self._loop.remove_reader(self._read_fd)
         return len(data)
+
+    def _write(self, data: bytes) -> None:
+        if data:
+            self.log.write(data, self._instance, self._request)
+            self._within = not data.endswith(b"\n")
+
+    def note(self, text: str) -> None:
+        """A line of the router's on the instance."""
+        self._write(b"\n" * self._within + f"--- {text}\n".encode())
+
+    def attribute(self, request: str) -> None:
+        """What the instance prints from now on belongs to this request; "" for none, or nobody knows which."""
+        if request != self._request:
+            self._drain()
+            self._request = request
+
+    def _drain(self) -> None:
+        taken = 0
+        while taken < CLOSE_NBYTES and (nbytes := self._take()):  # a grandchild that survived may print for ever
+            taken += nbytes
 
     def handed(self) -> None:
         """The instance has its end; ours is closed, so that its death is the pipe's end."""
@@ -232,9 +269,7 @@ class LogPipe:
     def close(self) -> None:
         """Take what is left, then close."""
         self._loop.remove_reader(self._read_fd)
-        taken = 0
-        while taken < CLOSE_NBYTES and (nbytes := self._take()):  # a grandchild that survived may print for ever
-            taken += nbytes
-        self.log.write(self._mask.rest())
+        self._drain()
+        self._write(self._mask.rest())
         self.handed()
         os.close(self._read_fd)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
+from dormouse.core.times import utc
 from dormouse.router.decisions.failures import REFUSED
 from dormouse.router.decisions.runtimes import runtime_group
 from dormouse.router.decisions.state import SESSION_TENANT, most_open
@@ -49,6 +51,9 @@ _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,500}")
 SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenant=SESSION_TENANT, quota_nbytes=1 << 40)
 """As what sessions are attached."""
 
+
+TOLD: Final = 16
+"""Requests that a log names of those that an instance ended with."""
 
 SOCKETS: Final = 32
 """Of an instance, all those who attach it, and what the processes of a node may want meanwhile."""
@@ -90,12 +95,14 @@ class InstanceHost:
         self._request_nbytes = self._response_nbytes = 0  # of what has gone through the arena, at most
         self._forgetting: asyncio.TimerHandle | None = None
         self.log_pipe: LogPipe | None = None
+        self._running: dict[int, str] = {}  # ids of requests, by ticket
         self.directory = paths.instance(name)
 
         def heard(message: m.InstanceToRouter) -> None:
             try:
                 if isinstance(message, m.Returned | m.Raised):
                     self._forget_soon()
+                    self._ran(message.request)
                 if wrong := _wrong_head(message):
                     return on_garbage(name, wrong)
                 on_message(name, self.masked(message))
@@ -135,6 +142,19 @@ class InstanceHost:
             group=runtime_group(spec),
             adapter=spec.llm is not None and spec.llm.base != "",
         )
+
+    def runs(self, ticket: int, request: str) -> None:
+        """It is given a request of this id. What it prints is attributed while it has just one."""
+        self._running[ticket] = request
+        self._attribute()
+
+    def _ran(self, ticket: int) -> None:
+        if self._running.pop(ticket, None) is not None:
+            self._attribute()
+
+    def _attribute(self) -> None:
+        if self.log_pipe is not None:
+            self.log_pipe.attribute(next(iter(self._running.values())) if len(self._running) == 1 else "")
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
@@ -199,11 +219,16 @@ class InstanceHost:
         self._forget_soon()
         return os.pread(self.arena.fd, nbytes, self.layout.request_nbytes)
 
-    def close(self) -> None:
+    def close(self, how: str = "") -> None:
+        """``how`` completes "it ...": for its log."""
         self._keep()
         self.link.close()
         if self.log_pipe is not None:
             self.log_pipe.close()
+            said = [f"instance {self.name} ended: {f'it {how}' if how else 'the node stops'}"]
+            said += [f"request {request}" for request in list(self._running.values())[:TOLD]]
+            said += [f"and {len(self._running) - TOLD} more"] if len(self._running) > TOLD else []
+            self.log_pipe.note(", ".join([*said, utc(time.time())]))
         self.arena.close()
         with contextlib.suppress(OSError):  # else with the run directory
             remove_tree(self.directory)
@@ -319,13 +344,13 @@ class Instances:
         if (host := self.hosts.get(name)) is not None:
             host.link.send(message)
 
-    def close(self, name: str) -> None:
+    def close(self, name: str, how: str) -> None:
         """The process is gone: detach everywhere and remove what it had."""
         if (host := self.hosts.pop(name, None)) is None:
             return
         for _, inbox in self._inboxes.values():
             inbox.post(m.DetachInstance(instance=name))
-        host.close()
+        host.close(how)
 
     def peers_changed(self, peers: dict[str, int]) -> None:
         """Connect to the inboxes of new epochs and tell them of all instances that there are."""

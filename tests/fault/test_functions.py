@@ -8,6 +8,7 @@ import threading
 import needs
 import pytest
 
+from dormouse.core.logrecords import LogLine, having, lines_of
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 GOOD = """
@@ -331,3 +332,50 @@ def test_a_function_reads_what_lies_beside_it(node: TestNode) -> None:
     """
     node.deployed("reader", source, {"beside.txt": "hello", "neighbour.py": "word = 'there'\n"})
     assert node.result("reader", {}) == ["hello", "there"]
+
+
+def test_a_log_says_of_which_request_each_line_is_and_why_an_instance_ended(node: TestNode) -> None:
+    source = """
+        import os, sys, time
+        def load():
+            print("loads")
+        def handle(state, request):
+            print("asked to", request)
+            sys.stderr.write("and half a line")
+            if request == "exit":
+                os._exit(3)
+            while request == "spin":
+                pass
+            return request
+    """
+    node.deployed("ends", source, timeout="1s")
+    codes = {what: _called(node, "ends", what) for what in ("go", "exit", "spin")}
+    assert codes == {"go": 200, "exit": 502, "spin": 504}
+    node.deployed("ends", source, timeout="2s")
+
+    def ends() -> list[LogLine]:
+        return [line for line in _lines(node, "ends") if b" ended: " in line.text]
+
+    node.wait(lambda: len(ends()) == 3, 60, "the first version's last instance to be gone")
+    exited, killed, replaced = ends()
+    assert b" ended: it exited with status 3, request mine-exit, 2" in exited.text
+    assert b" ended: it was killed by its time limit, request mine-spin, 2" in killed.text
+    assert b" ended: it was replaced: version 2 was deployed, 2" in replaced.text
+    lines = _lines(node, "ends")
+    for what in codes:
+        printed = [line for line in lines if line.text.startswith(f"asked to {what}".encode())]
+        assert [line.origin.request for line in printed] == [f"mine-{what}"]
+        assert printed[0].origin.time.startswith("20")
+    assert [line.origin.instance for line in lines if b"asked to exit" in line.text] == [exited.origin.instance]
+    assert {line.origin.request for line in lines if line.text == b"loads\n"} == {""}
+    found = b"".join(line.text for record in having(node.marked_log("ends"), "mine-go") for line in record)
+    assert found == b"asked to go\nand half a line\n", "though it does not name its request"
+
+
+def _lines(node: TestNode, name: str) -> list[LogLine]:
+    return list(lines_of((node.marked_log(name),)))
+
+
+def _called(node: TestNode, name: str, what: str) -> int:
+    headers = {"X-Request-Id": f"mine-{what}"}
+    return node.http("POST", f"/functions/{name}/invoke", what, headers=headers, timeout_s=60).status

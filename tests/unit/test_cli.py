@@ -28,6 +28,7 @@ from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
+from dormouse.core.logrecords import mark
 from dormouse.core.node import adminclient, cli, cli_completion, cli_deploy, cli_dev, cli_frame, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused
@@ -236,8 +237,8 @@ class Node:
                 return
             case a.Invoke():
                 yield a.Said(data=contents[0])
-            case a.Logs():
-                yield a.Said(data=b"one\n")
+            case a.Logs(marks=marks):
+                yield a.Said(data=mark(1000, "3-16", "mine-1") + b"one\n" if marks else b"one\n")
                 yield a.Said(data=b"two\n")
             case a.Versions():
                 yield a.Said(data=json.dumps({"versions": VERSIONS}).encode())
@@ -900,8 +901,15 @@ def test_requests(dormouse: Any, node: Node) -> None:
 
 
 def test_logs(dormouse: Any, node: Node) -> None:
-    assert json.loads(dormouse("logs", "f", "-n", "2", "--json").out) == {"name": "f", "lines": ["one", "two"]}
-    assert node.asked == [a.Logs(name="f", lines=2)]
+    first = {"time": "1970-01-01T00:16:40.000Z", "instance": "3-16", "request": "mine-1", "text": "one"}
+    entries = [first, first | {"text": "two"}]
+    said = json.loads(dormouse("logs", "f", "-n", "2", "--json").out)
+    assert said == {"name": "f", "lines": ["one", "two"], "entries": entries}
+    assert node.asked == [a.Logs(name="f", lines=2, marks=True)]
+    assert [json.loads(line) for line in dormouse("logs", "f", "--json", "-f").out.splitlines()] == entries
+    assert dormouse("logs", "f", "--long").out.splitlines()[0] == "1970-01-01T00:16:40.000Z 3-16 mine-1 | one"
+    for options in (("--search", "MINE-1"), ("--search", "3-16"), ()):
+        assert dormouse("logs", "f", *options).out == "one\ntwo\n"
 
 
 def test_rm(dormouse: Any, node: Node) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core.logrecords import lines_of
 from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.router.instances.functionlog import (
     CLOSE_NBYTES,
@@ -176,3 +177,53 @@ def test_a_log_of_before_the_start_is_removed_too(tmp_path: Path) -> None:
     logs.remove("f")
     logs.remove("other")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_says_when_by_whom_and_for_which_request_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([1000.0, 1000.1, 1000.2, 1001.2, 1001.3])
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=10_000)
+    news = log.follow()
+    log.write(b"one\n", "3-16", "mine-1")
+    log.write(b"forged \x1e1 3-17 mine-9\x1f\n", "3-16", "mine-1")
+    log.write(b"two\n", "3-16")
+    log.write(b"three\n", "3-16")
+    log.write(b"note\n")
+    written = list(lines_of((log.tail(99),)))
+    assert [(line.text.strip(), *line.origin) for line in written] == [
+        (b"one", "1970-01-01T00:16:40.000Z", "3-16", "mine-1"),
+        (b"forged ?1 3-17 mine-9\x1f", "1970-01-01T00:16:40.000Z", "3-16", "mine-1"),
+        (b"two", "1970-01-01T00:16:40.200Z", "3-16", ""),
+        (b"three", "1970-01-01T00:16:41.200Z", "3-16", ""),
+        (b"note", "1970-01-01T00:16:41.300Z", "", ""),
+    ]
+    for most in range(1, 6):
+        assert list(lines_of((log.tail(most),))) == written[-most:], "what is cut off may have had the mark"
+    assert list(lines_of(news.get_nowait() for _ in range(5))) == written
+    log.close()
+
+
+def test_a_log_that_turns_over_says_again_by_whom_it_was_written(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=200)
+    for number in range(40):
+        log.write(b"line %02d\n" % number, "3-16", "mine-1")
+    assert {line.origin[1:] for line in lines_of(((tmp_path / "fn-f.log").read_bytes(),))} == {("3-16", "mine-1")}
+    log.close()
+
+
+def test_what_is_in_the_pipe_belongs_to_the_request_that_was_until_then(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=10_000)
+
+    async def scenario() -> None:
+        pipe = LogPipe(log, instance="3-16")
+        for request in ("mine-1", "", "mine-2"):
+            pipe.attribute(request)
+            os.write(pipe.write_fd, f"while {request}\n".encode())
+        pipe.close()
+
+    asyncio.run(scenario())
+    found = [(line.text, *line.origin[1:]) for line in lines_of((log.tail(99),))]
+    assert found == [(f"while {request}\n".encode(), "3-16", request) for request in ("mine-1", "", "mine-2")]
+    log.close()
