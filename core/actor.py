@@ -49,6 +49,7 @@ class Actor:
         self.peers: dict[str, int] = {}
         self.down: dict[str, str] = {}
         self.ended: dict[str, tuple[int, float]] = {}
+        self.left: dict[str, tuple[int, float]] = {}
         self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
@@ -92,8 +93,8 @@ class Actor:
         if self._start_failed:
             return  # what this process knows is not to be acted on
         match message:
-            case m.Peers(up=up, down=down, ended=ended):
-                before, self.peers, self.down, self.ended = self.peers, up, down, ended
+            case m.Peers(up=up, down=down, ended=ended, left=left):
+                before, self.peers, self.down, self.ended, self.left = self.peers, up, down, ended, left
                 self.peers_changed(before)
             case m.Blame():
                 self.blamed(message)

@@ -12,7 +12,10 @@ from dormouse.core.quantities import duration, size
 NEARLY_FULL: Final = 0.95
 BROKEN: Final = ("failed", "quarantined")
 ENOUGH: Final = 20
-"""Answers, before it is said that a function is late."""
+"""Answers within the window, before it is said that a function is late."""
+
+FEW: Final = 5
+"""Failures, before it is said that a function fails: in a row, or half of the window's answers and more."""
 
 LEAST_DISK_NBYTES: Final = 64 << 20
 """Of the state directory's disk: a function's files, jobs and logs soon find none."""
@@ -22,24 +25,43 @@ LONG_MS: Final = 1000.0
 
 
 def problems(value: dict[str, Any]) -> list[str]:
-    return [*_node(value), *_store(value.get("store", {})), *_functions(value["functions"]), *_waits(value)]
+    return [*_node(value), *_store(value.get("store", {})), *troubles(value["functions"]), *_waits(value)]
 
 
 def broken(row: dict[str, Any]) -> bool:
     return row.get("state") in BROKEN
 
 
+def failing(row: dict[str, Any]) -> str:
+    """How many of its requests have failed lately, if that is nearly all that it does; else ""."""
+    recent = row.get("recent")
+    if recent is None:
+        return ""
+    window, in_a_row = recent["window"], recent["failed_in_a_row"]
+    if in_a_row >= FEW:
+        return f"its last {in_a_row} requests failed"
+    if window["failed"] >= FEW and 2 * window["failed"] >= window["counted"]:
+        return f"{window['failed']} of {window['counted']} requests failed within {window['seconds']:g} s"
+    return ""
+
+
 def late(row: dict[str, Any]) -> dict[str, Any] | None:
-    """How it does by what it wants, if it had enough answers and they were not in time."""
-    for counted in (row.get("llm") or {}, row.get("service") or {}):
-        if counted.get("counted", 0) >= ENOUGH and counted.get("complies") is False:
-            return counted
-    return None
+    """How it does by what it wants, if it had enough answers lately and they were not in time."""
+    window = (row.get("recent") or {}).get("window")
+    if window is None or window["counted"] < ENOUGH or 100 * window["in_time"] >= row["percentile"]:
+        return None
+    return dict(window)
 
 
-def standing(row: dict[str, Any]) -> tuple[bool, bool, int, int]:
+def standing(row: dict[str, Any]) -> tuple[bool, bool, bool, int, int]:
     """The order in which a person wants to see functions."""
-    return not broken(row), late(row) is None, -row.get("running", 0) - row.get("queued", 0), -row.get("requests", 0)
+    return (
+        not broken(row),
+        not failing(row),
+        late(row) is None,
+        -row.get("running", 0) - row.get("queued", 0),
+        -row.get("requests", 0),
+    )
 
 
 def strangers(value: dict[str, Any]) -> list[str]:
@@ -53,15 +75,20 @@ def strangers(value: dict[str, Any]) -> list[str]:
     ]
 
 
+def intended(node: dict[str, Any]) -> list[str]:
+    """What keeps the node from its work because somebody wants that: no problem."""
+    if not node.get("draining"):
+        return []
+    left = f"; {count} run still" if (count := node.get("requests_open")) else ""
+    return [f"drained: no new requests are taken until `dormouse drain --undo`{left}"]
+
+
 def _node(value: dict[str, Any]) -> Iterator[str]:
     node = value["node"]
     for role, text in node.get("down", {}).items():
         yield f"{role} does not start, and is tried again: {text}"
     for role in node.get("gone", ()):
         yield f"{role} has ended, and is started again"
-    if node.get("draining"):
-        left = f"; {count} run still" if (count := node.get("requests_open")) else ""
-        yield f"drained: no new requests are taken until `dormouse drain --undo`{left}"
     if (left := node.get("disk_free_nbytes")) is not None and left < LEAST_DISK_NBYTES:
         yield f"the disk of {node['state']} has {size(left)} left: deploys, jobs and logs need it; make room"
     if why := node.get("tracing", {}).get("trouble"):
@@ -90,18 +117,20 @@ def _store(store: dict[str, Any] | None) -> Iterator[str]:
             yield f"store: {nbytes / most:.0%} of what models may take ({tier}); remove functions, or raise the limit"
 
 
-def _functions(functions: dict[str, Any]) -> Iterator[str]:
+def troubles(functions: dict[str, Any]) -> Iterator[str]:
+    """With functions: what is broken, what fails, what is late."""
     for name, row in functions.items():
         if broken(row):
             why = gist(row.get("error") or "") or "its log says why"
             yield f"{name} is {row['state']}: {why} (dormouse logs {name})"
     for name, row in functions.items():
-        if (counted := late(row)) is not None:
-            wanted = f"{row['percentile']:g} %" if "percentile" in row else "more"
-            what, kind = ("is late or fails", "failed") if row.get("errors") else ("is late", "slow")
+        if text := failing(row):
+            yield f"{name} fails: {text} (dormouse requests {name} --failed)"
+        elif (counted := late(row)) is not None:
+            what, kind = ("is late or fails", "failed") if counted["failed"] else ("is late", "slow")
             yield (
-                f"{name} {what}: {counted['in_time']:.1%} of {counted['counted']} in time, {wanted} wanted "
-                f"(dormouse requests {name} --{kind})"
+                f"{name} {what}: {counted['in_time']:.1%} of {counted['counted']} in time within "
+                f"{counted['seconds']:g} s, {row['percentile']:g} % wanted (dormouse requests {name} --{kind})"
             )
 
 

@@ -149,9 +149,10 @@ def drain(context: CommandContext, undo: bool, json_: bool) -> None:
 @click.command()
 @function_argument(required=False)
 @click.option("--all", "all_", is_flag=True, help="All tables, of all functions.")
+@click.option("--check", is_flag=True, help="Say only what is wrong; the exit status is 1 if anything is, else 0.")
 @as_json
 @pass_context
-def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -> None:
+def status(context: CommandContext, name: str | None, all_: bool, check: bool, json_: bool) -> None:
     """Show what is wrong, and then the node, its GPUs and its functions, on one screen; or all about one function.
     Where nobody looks at a terminal, all functions are shown.
 
@@ -164,10 +165,18 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
     first was spent on, and its tokens; of each process that computes it: sequences that it runs, that wait, that
     were preempted, and its KV memory in blocks. Of requests that wait for a GPU: why.
 
+    What is wrong is marked with "!". With --check, that alone is printed, one a line, or with --json as
+    {"problems": [...]}; the exit status is 0 if nothing is wrong, 1 if something is, and 4 if no node answers. A
+    function is late if of at least 20 answers within 60 s too few were in time; it fails if its last 5 requests
+    failed, or half of those within 60 s, and at least 5. A new version of it begins anew. What somebody wants is not
+    wrong: a drain, and processes that were replaced on purpose.
+
     \b
     Keys of --json (sizes in bytes; null: none or not known):
       node       name address host port run state confinement peers
                  down (why, by process that does not start)
+                 ended (by process that died: times ago_s)
+                 left (likewise, by process that was replaced on purpose)
                  instances requests_open missing draining
                  disk_free_nbytes (where the state directory is)
                  without_key (who of this machine invokes without one:
@@ -207,6 +216,9 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  last_eviction: gpu ago_s nbytes for (whose request needed
                             the room) rule
                  pinned
+                 recent (of its version): counted in_time (share of its last
+                            answers) failed_in_a_row window: seconds counted
+                            in_time failed (in so many seconds)
                  service:   counted in_time (share of its last requests)
                             deadline_ms percentile complies rrc (how many in
                             time until it complies) rate_s run_ms wake_ms
@@ -238,7 +250,9 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
     value = context.client.status()
     if name is not None and name not in value["functions"]:
         raise CallRefused(404, "unknown_function", f"there is no function {name!r}; `dormouse ls` says which there are")
-    if json_:
+    if check:
+        _check(statusview.found(value, name), json_)
+    elif json_:
         show_json(value if name is None else value["functions"][name])
     elif name is not None:
         statusview.one(value, name)
@@ -246,6 +260,15 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
         statusview.show(value)
     else:
         statusview.screen(value, shutil.get_terminal_size((100, ALL_LINES)).lines)
+
+
+def _check(problems: list[str], json_: bool) -> None:
+    if json_:
+        show_json({"problems": problems})
+    for text in () if json_ else problems or ["nothing is wrong"]:
+        click.echo(text)
+    if problems:
+        sys.exit(FAILED)
 
 
 @click.command()

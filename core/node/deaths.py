@@ -37,6 +37,7 @@ class Deaths:
     def __init__(self, roles: Collection[str], worlds: Collection[str]) -> None:
         self.down: dict[str, str] = {}  # why roles could not start, until they are ready
         self.ended: dict[str, tuple[int, float]] = {}  # how often roles have died that were ready, and when at last
+        self.left: dict[str, tuple[int, float]] = {}  # likewise, of those that ended in order, as they were told to
         self.was_ready = False  # the node
         self._worlds = worlds
         self._gpus = [role for role in roles if kind(role) == "gpu"]
@@ -51,14 +52,27 @@ class Deaths:
         self._restarts.ready(role)
 
     def died(
-        self, role: str, why: str, *, ready: bool, blamed: bool, all_start: bool, now_s: float
+        self,
+        role: str,
+        why: str,
+        *,
+        ready: bool,
+        blamed: bool,
+        all_start: bool,
+        now_s: float,
+        in_order: bool = False,
     ) -> StartAlone | StartAll | EndNode:
         """One that was ``ready``, or could not be started. ``blamed``: of a command, for which its role is not to
-        blame. ``all_start``: they are being started anew already.
+        blame. ``all_start``: they are being started anew already. ``in_order``: an executor that was told to make room
+        for one with another pool has, and that is no death.
         """
+        on_purpose = in_order and ready and kind(role) == "gpu"
         if ready and not all_start:
-            times, _ = self.ended.get(role, (0, 0.0))
-            self.ended[role] = times + 1, now_s
+            kept = self.left if on_purpose else self.ended
+            times, _ = kept.get(role, (0, 0.0))
+            kept[role] = times + 1, now_s
+        if on_purpose and not all_start:
+            return StartAlone(0.0)
         if not ready and not blamed:
             self._restarts.failed(role)
             self.down[role] = why

@@ -10,7 +10,7 @@ import click
 
 from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.output import table
-from dormouse.core.problems import problems, standing, strangers
+from dormouse.core.problems import intended, problems, standing, strangers, troubles
 from dormouse.core.quantities import duration, size
 
 GPU: Final = [
@@ -81,6 +81,11 @@ def head(value: dict[str, Any], found: list[str]) -> None:
         click.echo(who)
     for text in found:
         problem_line(text)
+    for text in intended(node):
+        click.echo(text)
+    for role, left in node.get("left", {}).items():
+        if role in node["peers"] and left["ago_s"] < NOTED_S:
+            click.echo(f"{role} was replaced on purpose {duration(1000 * round(left['ago_s']))} ago")
     for role, ended in node.get("ended", {}).items():
         if role in node["peers"] and ended["ago_s"] < NOTED_S:
             often = f", and {ended['times'] - 1} times before" if ended["times"] > 1 else ""
@@ -93,10 +98,10 @@ def problem_line(text: str) -> None:
 
 
 def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    counted = next((each for each in (row.get("llm"), row.get("service")) if each and each.get("counted")), None)
+    recent = row.get("recent") or {}
     return row | {
         "function": name,
-        "in time": None if counted is None else f"{counted['in_time']:.1%}",
+        "in time": f"{recent['in_time']:.1%}" if recent.get("counted") else None,
         "p50": told(row.get("p50_ms")),
         "p99": told(row.get("p99_ms")),
         "on GPUs": _places(map(str, row.get("gpu_nbytes", {})), row),
@@ -122,14 +127,18 @@ def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
 def one(value: dict[str, Any], name: str) -> None:
     """All that is known of one function."""
     only = value | {"functions": {name: value["functions"][name]}, "tenants": {}}
-    for text in problems(only | {"node": value["node"] | {"missing": [], "down": {}}, "gpus": {}, "waits": NO_WAITS}):
-        if text.startswith(f"{name} "):
-            problem_line(text)
+    for text in found(value, name):
+        problem_line(text)
     if said := jobs_line(only["functions"]):
         click.echo(said)
     function_tables(only)
     table([load_row(row) for row in value.get("loads", []) if row["function"] == name], LOADS)
     table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)
+
+
+def found(value: dict[str, Any], name: str | None) -> list[str]:
+    """What is wrong with the node, or with one function."""
+    return problems(value) if name is None else list(troubles({name: value["functions"][name]}))
 
 
 NO_WAITS: Final[dict[str, Any]] = {"oldest": [], "others": {}}

@@ -241,7 +241,7 @@ class Supervisor:
     def _tell_peers(self) -> None:
         up, down = self._registry.up, self._deaths.down
         for child in self._registry.children.values():
-            child.send(m.Peers(up=up, down=down, ended=self._deaths.ended))
+            child.send(m.Peers(up=up, down=down, ended=self._deaths.ended, left=self._deaths.left))
         if all(role in up or role in down for role in self._registry.roles) and self._phase is not NodePhase.ENDS:
             self._say_ready(up, down)
 
@@ -296,15 +296,16 @@ class Supervisor:
             if child.role in self._registry.roles:  # wanted again meanwhile
                 self._start(child.role)
             return
-        words = child.last_words(500)
-        self.log.error("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)
+        words, say = child.last_words(500), self.log.error if status else self.log.info
+        say("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)
         if self._registry.fewer_libraries(child.role) and self._phase.starts_roles:
             self._start(child.role)
             return
         why = child.failure or ": ".join(filter(None, (f"it {ended(status)}", child.last_words().strip())))
-        self._lost(child.role, why, ready=child.ready, blamed=self._registry.blame(child, status))
+        blamed = self._registry.blame(child, status)
+        self._lost(child.role, why, ready=child.ready, blamed=blamed, in_order=status == 0)
 
-    def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False) -> None:
+    def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False, in_order: bool = False) -> None:
         """A process has ended, or could not be started: what becomes of it, and of the node?"""
         if self._phase is NodePhase.STANDS_BY:
             self._fail(f"{role} did not start: {why}")
@@ -312,7 +313,9 @@ class Supervisor:
         if self._heirs is not None and kind(role) not in ALONE:
             self._heirs.handle(ChildLost(role))
         now_s, all_start = self.loop.time(), self._phase is NodePhase.ANEW
-        match self._deaths.died(role, why, ready=ready, blamed=blamed, all_start=all_start, now_s=now_s):
+        match self._deaths.died(
+            role, why, ready=ready, blamed=blamed, all_start=all_start, now_s=now_s, in_order=in_order
+        ):
             case EndNode(text=text):
                 self._fail(text)
             case StartAlone(pause_s=pause_s):

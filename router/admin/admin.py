@@ -308,4 +308,4 @@ class Admin:
         return value | {"functions": rows}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return overview.functions(self._picture, self._requests.stats, self._jobs.kept.book.words)
+        return overview.functions(self._picture, self._requests.stats, self._jobs.kept.book.words, time.monotonic())

@@ -38,6 +38,7 @@ class Node(Protocol):
     peers: dict[str, int]
     down: dict[str, str]
     ended: dict[str, tuple[int, float]]
+    left: dict[str, tuple[int, float]]
     loop: asyncio.AbstractEventLoop
     policy: RequestPolicy
     requests: Requests
@@ -81,7 +82,7 @@ def state(picture: RouterState, function: ServedFunction) -> str:
 
 
 def functions(
-    picture: RouterState, stats: dict[str, FunctionStats], jobs: Callable[[str, str], dict[str, int]]
+    picture: RouterState, stats: dict[str, FunctionStats], jobs: Callable[[str, str], dict[str, int]], now_s: float
 ) -> list[dict[str, Any]]:
     """A row of each, as `dormouse ls` has it. ``jobs(function, tenant)``: how many it has, by state."""
     rows = []
@@ -112,6 +113,7 @@ def functions(
                 "running": sum(running(picture.instances[each]) for each in function.instances),
                 "jobs": jobs(name, spec.tenant),
                 **(stat := own(stats, spec) or NOTHING).summary(),
+                "recent": stat.lately.told(spec, now_s),
                 "llm": None
                 if spec.llm is None
                 else stat.tokens_summary(spec.llm, spec.percentile)
@@ -182,10 +184,8 @@ def status(
             "peers": node.peers,
             "down": node.down,
             "gone": gone(node),
-            "ended": {
-                role: {"times": times, "ago_s": node.loop.time() - last_s}
-                for role, (times, last_s) in node.ended.items()
-            },
+            "ended": _ago(node.ended, node.loop.time()),
+            "left": _ago(node.left, node.loop.time()),
             "instances": len(picture.instances) + len(picture.sessions),
             "requests_open": len(picture.requests),
             "missing": node.policy.missing(),
@@ -207,6 +207,10 @@ def status(
         "waits": controller.get("waits", {"oldest": [], "others": {}}),
         "tenants": tenants(node.config, picture),
     }
+
+
+def _ago(ends: dict[str, tuple[int, float]], now_s: float) -> dict[str, dict[str, float]]:
+    return {role: {"times": times, "ago_s": now_s - last_s} for role, (times, last_s) in ends.items()}
 
 
 def url(node: Node) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
-from dormouse.core.problems import BROKEN
+from dormouse.core.problems import BROKEN, failing
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
@@ -50,6 +50,7 @@ class Node(Protocol):
     peers: dict[str, int]
     down: dict[str, str]
     supervisor: Any
+    ended: dict[str, tuple[int, float]]
     requests: Requests
     instances: Instances
     traces: Outbox
@@ -156,6 +157,7 @@ class Scrapes:
                 gzip=gzip,
                 spans=self._node.traces.spans,
                 kept=self._kept() if whole else m.KeptCounted(),
+                deaths={role: times for role, (times, _) in self._node.ended.items()},
             )
         )
 
@@ -215,6 +217,7 @@ def counted(
         jobs=jobs,
         pids=pids,
         broken=overview.state(picture, function) in BROKEN,
+        failing=bool(failing({"recent": known.lately.told(function.spec, now_s)})),
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )
 

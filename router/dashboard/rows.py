@@ -5,7 +5,7 @@ node has nothing to say.
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dormouse.core.problems import broken, late, problems, strangers
+from dormouse.core.problems import broken, failing, intended, late, problems, strangers
 
 TEXT: Final = 1000
 """Characters of a function's error; the whole is in its log."""
@@ -58,7 +58,7 @@ def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
     found = [*problems(said), *(strangers(status) if whole else ())]
     more = [f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else []
     return NodeView(
-        node=_picked(status["node"], NODE) | {"waiting": status["waiting"]},
+        node=_picked(status["node"], NODE) | {"waiting": status["waiting"], "intended": intended(status["node"])},
         problems=found[:MOST_PROBLEMS] + more,
         store=_picked(status["store"] or {}, STORE),
         gpus={str(number): _picked(gpu, GPU) for number, gpu in status["gpus"].items()},
@@ -67,19 +67,21 @@ def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
 
 
 def function(row: dict[str, Any]) -> dict[str, Any]:
-    counted = row.get("llm") or row.get("service") or {}
+    recent = row.get("recent") or {}
+    in_time = recent.get("in_time")
     error, eviction = row.get("error"), row.get("last_eviction")
     return _picked(row, FUNCTION) | {
         "instances": len(row.get("instances", ())),
         "error": error[-TEXT:] if error else None,
         "why": row.get("why"),
         "broken": broken(row),
+        "failing": bool(failing(row)),
         "late": late(row) is not None,
         "shared_with": (shared := row.get("shared_with", ()))[:NAMES],
         "shared_count": len(shared),
-        "in_time": counted.get("in_time"),
-        "counted": counted.get("counted", 0),
-        "complies": counted.get("complies"),
+        "in_time": in_time,
+        "counted": recent.get("counted", 0),
+        "complies": None if in_time is None else 100 * in_time >= row["percentile"],
         "last_eviction": None if eviction is None else {key: eviction[key] for key in ("gpu", "nbytes", "for", "rule")},
         "llm": None if row.get("llm") is None else _picked(row["llm"], LLM),
         "runtimes": row.get("runtimes", []),

@@ -22,7 +22,7 @@ from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.recent import Past
-from dormouse.router.front.stats import FunctionStats
+from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.router.front.traced import traced
 from dormouse.router.front.tracing import NO_TRACE, Trace
@@ -67,6 +67,7 @@ class _Open:
     answer: Answered
     labels: Labels
     stats: FunctionStats | None = None  # None: there is no such function
+    spec: m.FunctionSpec | None = None  # what was deployed when it came
     stream: AnswerStream | None = None  # once its first part is there
 
     def end(self, outcome: Outcome, answer: bytes = b"") -> None:
@@ -124,7 +125,7 @@ class Requests:
         answer: Answered = asyncio.get_running_loop().create_future()
         known = self._picture.functions.get(function)
         stats = None if known is None else self._stats_of(function, known.spec.tenant)
-        self._open[request] = _Open(function, body, answer, labels, stats)
+        self._open[request] = _Open(function, body, answer, labels, stats, None if known is None else known.spec)
         self._dispatch(e.Arrived(request, function, route))
         return request, answer
 
@@ -178,13 +179,14 @@ class Requests:
             return
         self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)
-        timing, code, late, why = e.Timing(), "cancelled", False, ""
+        timing, code, late, failed, why = e.Timing(), "cancelled", False, False, ""
         match outcome:
             case e.Answer(timing=timing, tokens=tokens):
                 code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
             case e.Fail(failure=failure, timing=timing):
                 code = failure.code
                 late = code != failures.REFUSED and (failure.status == 429 or failure.status >= 500)
+                failed = late and failure.status != 429 and code not in NO_ERRORS
                 why = gist(failure.whole or failure.text)
                 stats.failed(code, failure.whole or failure.text)
                 if late:
@@ -192,6 +194,8 @@ class Requests:
                     stats.tokens.in_time.append(0.0)
             case e.Drop():
                 stats.failed(code)
+        if served is not None and served.spec == request.spec and (late or code == "ok"):
+            stats.lately.add(served.spec, time.monotonic(), late=late, failed=failed)
         labels, now_ns = request.labels, time.time_ns()
         stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late, why))
         if self.export is not None and labels.trace.above:

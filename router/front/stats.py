@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from dormouse.router.decisions.events import Timing
 from dormouse.router.decisions.failures import CLIENTS
+from dormouse.router.front.lately import Lately
 from dormouse.router.front.recent import LastRequests
 from dormouse.router.front.spread import Times
 from dormouse.schemas import messages as m
@@ -137,6 +138,7 @@ class FunctionStats:
     asked_s: float = 0.0
     last: LastRequests = field(default_factory=LastRequests)
     last_errors: deque[LastError] = field(default_factory=lambda: deque(maxlen=LAST))
+    lately: Lately = field(default_factory=Lately)
     _told: tuple[int, dict[str, Any]] = (-1, {})  # the summary, by how many outcomes it has
     _tokens_told: tuple[object, dict[str, Any]] = (None, {})
 

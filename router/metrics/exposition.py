@@ -115,6 +115,11 @@ def _functions(functions: dict[str, m.FunctionCounted], active: dict[str, m.Func
         if each.broken:
             broken.add_metric([each.name], 1)
     yield broken
+    failing = _gauge("function_failing", "1: nearly all that is asked of a function fails", ["function"])
+    for each in functions.values():
+        if each.failing:
+            failing.add_metric([each.name], 1)
+    yield failing
 
 
 def _requests(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
@@ -250,6 +255,9 @@ def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
 def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
     up = _gauge("process_up", "Whether a process of the node is up", ["process"])
     starts = _counter("process_starts", "Times that it was started", "process")
+    deaths = _counter("process_deaths", "Times that it died; what was replaced on purpose has not", "process")
+    for role in {**scrape.up, **dict.fromkeys(scrape.down), **scrape.deaths}:
+        deaths.add_metric([role], scrape.deaths.get(role, 0))
     for role, epoch in scrape.up.items():
         up.add_metric([role], 1)
         starts.add_metric([role], epoch)
@@ -261,7 +269,7 @@ def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
     spans = _counter("spans", text, "outcome")
     for outcome, count in scrape.spans.items():
         spans.add_metric([outcome], count)
-    yield from (up, starts, answered, spans)
+    yield from (up, starts, deaths, answered, spans)
 
 
 def _kept(kept: m.KeptCounted) -> Iterator[Metric]:

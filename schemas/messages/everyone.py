@@ -6,12 +6,13 @@ from dormouse.schemas.messages.shared import Message
 class Peers(Message, frozen=True, kw_only=True, tag=1):
     """Epoch of every role that has said Ready and is alive, and why others are not: those that could not start and are
     tried again. Sent to everyone whenever it changes. ``ended``: how often one has ended unasked, and when it last did,
-    by the machine's monotonic clock in seconds.
+    by the machine's monotonic clock in seconds; ``left``: likewise of those that ended because they were told to.
     """
 
     up: dict[str, int]
     down: dict[str, str] = {}
     ended: dict[str, tuple[int, float]] = {}
+    left: dict[str, tuple[int, float]] = {}
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag=2):

@@ -52,6 +52,7 @@ class FunctionCounted(Message, frozen=True, kw_only=True):
     jobs: dict[str, int] = {}
     broken: bool = False
     pids: list[int] = []  # of its instances
+    failing: bool = False  # nearly all that is asked of it
 
 
 class WakesCounted(Message, frozen=True, kw_only=True):
@@ -118,7 +119,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     """Router to metrics: write all this down. ``measures``: an encoded NodeMeasures, or nothing if the controller has
     not said it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and
     ``down``: the node's processes. ``gzip``: the answer may be packed so. ``spans``: what has become of those
-    that the node exports. ``kept`` is of those who see the node.
+    that the node exports. ``kept`` is of those who see the node. ``deaths``: how often processes have died.
     """
 
     query: int
@@ -130,6 +131,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     gzip: bool
     spans: dict[str, int] = {}
     kept: KeptCounted = KeptCounted()
+    deaths: dict[str, int] = {}
 
 
 class Exposition(Message, frozen=True, kw_only=True, tag=1):

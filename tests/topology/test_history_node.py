@@ -12,6 +12,7 @@ from dormouse.core import audit
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from dormouse.core.problems import troubles
 from dormouse.schemas.admin import Wish
 
 FUNCTION = """
@@ -63,6 +64,28 @@ class History:
     def expect(self, which: int) -> None:
         """What is served; said over the socket, which wants no key."""
         assert orjson.loads(self.node.admin.invoke(self.name, b"1")) == [f"part {which}", which]
+
+
+def test_a_version_that_fails_is_an_alarm_until_a_mended_one_is_deployed(node: TestNode) -> None:
+    """Each request counts for the version that was deployed when it came; what its caller is to blame for does not."""
+
+    def state() -> tuple[list[str], Any]:
+        value = node.status()
+        return list(troubles({"mended": value["functions"]["mended"]})), value["functions"]["mended"]["recent"]
+
+    node.deployed("mended", "def handle(state, request):\n    return 1 / request\n", deadline="60s")
+    for _ in range(5):
+        assert node.invoke("mended", 0).status == 500
+    assert node.http("POST", "/functions/mended/invoke", raw=b"{").status == 400
+    said, recent = state()
+    assert said == ["mended fails: its last 5 requests failed (dormouse requests mended --failed)"]
+    window = {"seconds": 60.0, "counted": 5, "in_time": 0.0, "failed": 5}
+    assert recent == {"counted": 5, "in_time": 0.0, "window": window, "failed_in_a_row": 5}
+    node.deployed("mended", "def handle(state, request):\n    return request\n", deadline="60s")
+    assert state()[0] == []
+    assert node.result("mended", 7) == 7
+    said, recent = state()
+    assert (said, recent["counted"], recent["in_time"], recent["failed_in_a_row"]) == ([], 1, 1.0, 0)
 
 
 def test_an_earlier_version_is_deployed_again(node: TestNode) -> None:

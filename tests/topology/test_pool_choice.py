@@ -61,6 +61,8 @@ def test_the_first_language_model_exchanges_the_pool_and_no_request_is_lost(tmp_
             stop.set()
             for thread in threads:
                 thread.join()
+        told = node.status()["node"]
+        assert (told["ended"], {role: left["times"] for role, left in told["left"].items()}) == ({}, {"gpu0": 1})
         assert [(each.status, each.body) for number, each in answers if each.body != number * TOTAL] == []
         node.stop()
         node.start()

@@ -446,8 +446,9 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     service |= {"rate_s": 1.0, "run_ms": None, "wake_ms": None, "heavy": None}
     many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
     many["f007"] |= {"state": "quarantined", "error": "ValueError: twice\nmore of it"}
-    many["f008"] |= {"service": service, "percentile": 98.0, "errors": 0}
-    many["f009"] |= {"service": service | {"counted": 19}}  # too few to say
+    many["f006"] |= {"recent": recent(10, 0.0, failed=10, in_a_row=10)}
+    many["f008"] |= {"service": service, "recent": recent(200, 0.9), "percentile": 98.0}
+    many["f009"] |= {"service": service, "recent": recent(19, 0.0)}  # too few to say
     many["f010"] |= {"queued": 7, "jobs": {"queued": 5, "failed": 1}}
     many["f011"] |= {"jobs": {"queued": 2, "begun": 1}}
     node = STATUS["node"] | {"down": {"gpu1": "no driver"}, "missing": ["f007"]}
@@ -460,19 +461,22 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     monkeypatch.setattr(AdminClient, "status", lambda _: told)
     lines = dormouse("status").out.splitlines()
     assert len(lines) <= 30
-    assert lines[1:9] == [
+    assert lines[1:10] == [
         "! gpu1 does not start, and is tried again: no driver",
         "! not ready: waits for f007",
         "! store: trouble: the disk is full",
         "! store: 100% of what models may take (host); remove functions, or raise the limit",
         "! f007 is quarantined: ValueError: twice … (dormouse logs f007)",
-        "! f008 is late: 90.0% of 200 in time, 98 % wanted (dormouse requests f008 --slow)",
+        "! f006 fails: its last 10 requests failed (dormouse requests f006 --failed)",
+        "! f008 is late: 90.0% of 200 in time within 60 s, 98 % wanted (dormouse requests f008 --slow)",
         "! 31 wait for a GPU, f010 for 2.5 s: all are busy",
-        "! tenant shop is over its share of the GPUs' time: its requests come last",
+        "and 1 more such lines: dormouse status --all",
     ]
     assert "jobs: 7 queued, 1 begun, 1 failed" in lines
     shown = [row["function"] for row in rows(lines, "function")]
-    assert shown[:4] == ["f007", "f008", "f010", "f299"], "broken, late, busy, then those that are asked most"
+    assert shown[:5] == ["f007", "f006", "f008", "f010", "f299"], (
+        "broken, failing, late, busy, then those that are asked most"
+    )
     assert lines[-1] == f"and {300 - len(shown)} functions more: dormouse status --all"
     assert len(dormouse("status", "--all").out.splitlines()) > 300
     monkeypatch.delenv("LINES")
@@ -501,6 +505,42 @@ def test_status_says_for_an_hour_that_a_process_has_ended(dormouse: Any, monkeyp
         "gpu0 ended 61 s ago, and 2 times before, and was started again: /s/logs/supervisor.log",
         "store ended 60 min ago, and was started again: /s/logs/supervisor.log",
     ]
+
+
+def test_what_somebody_wants_is_no_problem(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain, and an executor that was replaced by one with another pool."""
+    left = {"gpu0": {"times": 1, "ago_s": 84.0}, "gpu1": {"times": 1, "ago_s": 3600.0}}
+    node = STATUS["node"] | {"draining": True, "requests_open": 2, "peers": {"gpu0": 2, "gpu1": 2}, "left": left}
+    monkeypatch.setitem(STATUS, "node", node)
+    lines = dormouse("status").out.splitlines()
+    assert lines[1:3] == [
+        "drained: no new requests are taken until `dormouse drain --undo`; 2 run still",
+        "gpu0 was replaced on purpose 84 s ago",
+    ]
+    assert [line for line in lines if line.startswith("!") or "gpu1 was" in line] == []
+    assert dormouse("status", "--check").out == "nothing is wrong\n"
+
+
+def test_status_for_scripts_says_by_its_exit_status_whether_anything_is_wrong(
+    dormouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(dormouse("status", "--check", "--json").out) == {"problems": []}
+    failing = STATUS["functions"]["f"] | {"recent": recent(10, 0.0, failed=10, in_a_row=10)}
+    monkeypatch.setattr(
+        AdminClient, "status", lambda _: STATUS | {"functions": {"f": failing, "g": STATUS["functions"]["f"]}}
+    )
+    said = "f fails: its last 10 requests failed (dormouse requests f --failed)"
+    plain = dormouse("status", "--check")
+    assert (plain.status, plain.out) == (1, f"{said}\n")
+    one = dormouse("status", "f", "--check", "--json")
+    assert (one.status, json.loads(one.out)) == (1, {"problems": [said]})
+    assert dormouse("status", "g", "--check").out == "nothing is wrong\n"
+
+
+def recent(counted: int, in_time: float, failed: int = 0, in_a_row: int = 0) -> dict[str, Any]:
+    """As router/front/lately.py has it."""
+    window = {"seconds": 60.0, "counted": counted, "in_time": in_time, "failed": failed}
+    return {"counted": counted, "in_time": in_time, "window": window, "failed_in_a_row": in_a_row}
 
 
 def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:

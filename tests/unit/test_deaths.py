@@ -43,3 +43,15 @@ def test_an_executor_that_died_of_a_command_is_not_to_blame() -> None:
     assert blamed == [StartAlone(0.0)] * 3, "nor is a node's start"
     assert deaths.died("gpu0", "killed", ready=False, blamed=True, all_start=False, now_s=0.0) == StartAlone(0.0)
     assert deaths.down == {}
+
+
+def test_who_ends_in_order_for_another_pool_has_not_died() -> None:
+    """It is replaced at once, however often, and is neither a death nor to blame."""
+    deaths = Deaths(ROLES, {ZYGOTE})
+    deaths.was_ready = True
+    leaves = partial(deaths.died, "gpu0", "it ended with status 0", ready=True, blamed=False, in_order=True)
+    assert [leaves(all_start=False, now_s=float(k)) for k in range(3)] == [StartAlone(0.0)] * 3
+    assert (deaths.ended, deaths.left) == ({}, {"gpu0": (3, 2.0)})
+    assert leaves(all_start=True, now_s=3.0) == StartAll(), "with the others"
+    store = deaths.died("store", "", ready=True, blamed=False, all_start=False, now_s=4.0, in_order=True)
+    assert (store, deaths.ended) == (StartAll(), {"store": (1, 4.0)}), "nobody tells a store to end alone"

@@ -60,7 +60,7 @@ def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     )
     return m.Scrape(
         query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans,
-        kept=kept,
+        kept=kept, deaths={"router": 1, "gpu1": 3},
     )  # fmt: skip
 
 
@@ -144,6 +144,8 @@ def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
     assert found["dormouse_gpu_memory_bytes", "0", "kv"] == 6
     assert found["dormouse_process_up", "gpu1"] == 0
     assert found["dormouse_process_starts_total", "router"] == 2
+    deaths = {key[1]: value for key, value in found.items() if key[0] == "dormouse_process_deaths_total"}
+    assert deaths == {"router": 1, "metrics": 0, "gpu1": 3}, "from 0 on, so that the first one is an increase"
     assert found[("dormouse_controller_answered",)] == 1
 
 
@@ -324,8 +326,10 @@ def test_processor_time_is_summed_over_instances_that_come_and_go() -> None:
 
 
 def test_a_function_that_is_broken_is_said_though_nobody_asks_for_it() -> None:
-    found = read(written(scrape(counted("a", idle_s=IDLE_S, broken=True), counted("b")), None))
+    idle = counted("a", idle_s=IDLE_S, broken=True), counted("c", idle_s=IDLE_S, failing=True), counted("b")
+    found = read(written(scrape(*idle), None))
     assert [key[1:] for key in found if key[0] == "dormouse_function_broken"] == [("a",)]
+    assert [key[1:] for key in found if key[0] == "dormouse_function_failing"] == [("c",)]
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")

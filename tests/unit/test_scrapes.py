@@ -36,6 +36,7 @@ class World:
         self.paths = RunPaths(run)
         self.peers: dict[str, int] = {}
         self.down: dict[str, str] = {}
+        self.ended: dict[str, tuple[int, float]] = {}
         self.picture = RouterState(4, 64, "1-")
         self.supervisor = self
         self.requests: Any = SimpleNamespace(stats={}, knows_catalogue=self._known)
@@ -170,9 +171,10 @@ async def test_what_was_up_and_is_not_any_more_is_told(world: World) -> None:
     world.scrapes.peers_changed(world.peers)
     await world.scrapes.text(OPERATOR, gzip=False)
     assert world.heard[-1].down == ["gpu0"], "the other one is started again when it is wanted"
-    world.down = {PLAIN_ZYGOTE: "it cannot be"}
+    world.down, world.ended = {PLAIN_ZYGOTE: "it cannot be"}, {"gpu0": (2, 5.0)}
     await world.scrapes.text(OPERATOR, gzip=False)
     assert sorted(world.heard[-1].down) == ["gpu0", PLAIN_ZYGOTE]
+    assert [each.deaths for each in world.heard[-2:]] == [{}, {"gpu0": 2}]
 
 
 @played
