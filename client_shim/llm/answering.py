@@ -6,6 +6,7 @@ answers.py.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 from dormouse.client_shim.llm.answers import Choice, ToolCall, logprob_entry
@@ -49,6 +50,7 @@ class Answering:
         self.timings = Timings()
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
+        self._taking: list[tuple[OpenChoice, m.ChosenToken]] = []  # their grammars
         self._parts: list[m.AnswerPart] = []  # of this step, not sent yet
         self._parts_nbytes = 0
 
@@ -83,19 +85,24 @@ class Answering:
             if any(each.resumed > 1 for each in request.generations):
                 self._fail(request, "executor_lost", text)
 
-    def broken(self, generation: OpenChoice, error: BrokenGrammar) -> None:
-        self._fail(generation.request, "bad_response", f"the answer cannot be kept to its schema: {error}")
+    def _broken(self, generation: OpenChoice, error: BrokenGrammar) -> None:
+        wanted = generation.request.wanted
+        assert wanted is not None
+        self._words.grammars.drop(wanted)
+        self._fail(generation.request, "invalid_value", f"the schema cannot be used: {error}", wanted.param)
 
     def _over(self, request: OpenRequest) -> None:
         """It is answered, or has failed."""
         del self._requests[request.number]
         for generation in request.generations:
+            if generation.taking is not None:
+                generation.taking.given_up = True
             if self._generations.pop(generation.number, None) is not None:
                 self._tell(m.Abort(number=generation.number))
 
-    def _fail(self, request: OpenRequest, code: str, text: str) -> None:
+    def _fail(self, request: OpenRequest, code: str, text: str, param: str = "") -> None:
         self._over(request)
-        self._send(m.Raised(request=request.number, code=code, text=text))
+        self._send(m.Raised(request=request.number, code=code, text=text, param=param))
 
     # --- tokens
 
@@ -115,6 +122,45 @@ class Answering:
                     begun = self.timings.first_token(request, firsts.get(token.number), now_s)
                     self._router.send(begun)
                 self._chosen(generation, token)
+        if self._taking:
+            self._words.grammars.maskers.settle([each.taking for each, _ in self._taking if each.taking is not None])
+        self._told(touched | self._taken(now_s))
+
+    @property
+    def late(self) -> bool:
+        """Whether some grammars have not taken their last tokens yet."""
+        return bool(self._taking)
+
+    def go_on(self) -> None:
+        """With those that have."""
+        self._words.grammars.maskers.settle([])
+        self._told(self._taken(time.monotonic()))
+
+    def _taken(self, now_s: float) -> dict[int, OpenRequest]:
+        """Go on where grammars have taken the last token. Returns requests, by number."""
+        touched: dict[int, OpenRequest] = {}
+        taking, self._taking = self._taking, []
+        for generation, token in taking:
+            request, grammar = generation.request, generation.grammar
+            if request.number not in self._requests:
+                continue  # it has failed
+            try:
+                if not generation.taken(now_s):
+                    self._taking.append((generation, token))
+                    continue
+            except BrokenGrammar as error:
+                self._broken(generation, error)
+                continue
+            touched[request.number] = request
+            assert grammar is not None
+            mask = None if grammar.complete else generation.mask()
+            if mask is not None and generation.number in self._generations:
+                self._tell(mask)  # else with its next lease, or after its pause
+            self._heard(generation, token, "stop" if grammar.complete else "")
+        return touched
+
+    def _told(self, touched: dict[int, OpenRequest]) -> None:
+        """Requests that have something new."""
         for request in touched.values():
             if request.number not in self._requests:
                 continue  # it has failed
@@ -126,16 +172,19 @@ class Answering:
         self._send_parts()
 
     def _chosen(self, generation: OpenChoice, token: m.ChosenToken) -> None:
-        request, choice = generation.request, generation.choice
         if token.finish in _FAILED:
-            self._fail(request, *_FAILED[token.finish])
+            self._fail(generation.request, *_FAILED[token.finish])
             return
         generation.made.append(token.token)
-        try:
-            finish = token.finish or self._kept_to_grammar(generation, token.token)
-        except BrokenGrammar as error:
-            self.broken(generation, error)
+        if generation.grammar is None or token.finish:
+            self._heard(generation, token, token.finish)
             return
+        generation.taking = self._words.grammars.maskers.give(partial(generation.grammar.take, token.token))
+        self._taking.append((generation, token))
+
+    def _heard(self, generation: OpenChoice, token: m.ChosenToken, finish: str) -> None:
+        """A token, after which it ends if there is a ``finish``."""
+        request, choice = generation.request, generation.choice
         ended = token.finish == "stop"  # its token is no text
         try:
             told = [] if token.logprob is None or ended else [self._logprob(generation.text, token)]
@@ -157,23 +206,11 @@ class Answering:
         if not finish:
             return
         choice.finish = "tool_calls" if choice.calls and finish == "stop" else finish
-        del self._generations[generation.number]
-        if not token.finish:
+        if self._generations.pop(generation.number, None) is not None and not token.finish:
             self._tell(m.Abort(number=generation.number))
         if request.streams:
             self._begin(request)
             request.unsent += request.answer.last(choice.index, choice.finish)
-
-    def _kept_to_grammar(self, generation: OpenChoice, token: int) -> str:
-        """Why it ends here, if it does; else its runtime learns what may come next. Raises BrokenGrammar."""
-        if generation.grammar is None:
-            return ""
-        generation.grammar.take(token)
-        if generation.grammar.complete:
-            return "stop"
-        if (mask := generation.mask()) is not None:
-            self._tell(mask)
-        return ""
 
     def _wrote(self, request: OpenRequest, choice: Choice, text: str, told: list[dict[str, Any]]) -> None:
         """``told``: log probabilities."""

@@ -1,18 +1,27 @@
 """Answers that keep to a grammar: which tokens may come next. The grammar and its library stay in the sandbox.
 
-What a schema may cost is bounded by the library's fuel, and by a time limit on top: a compilation that takes longer
-goes on in its thread, without a say, and while ``MOST_LOST`` of those run no further schema is taken.
+What a schema may cost is bounded by the library's fuel, and by a time limit on top. Grammars are compiled, and masks
+computed, by workers, while other answers go on. What takes longer is given up: it goes on in its thread, without a say.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.workers import Work, Workers
 
 COMPILE_S: Final = 3.0
-MOST_LOST: Final = 2
+COMPILERS: Final = 2
+
+MASKS_S: Final = 3.0
+"""For the slow masks of one answer, together: as for the compilation, which has the first one."""
+
+SLOW_S: Final = 0.1
+"""A mask takes less than a millisecond, and a few of a large vocabulary some more."""
+
+MASKERS: Final = 8
 
 KEPT: Final = 16
 """Grammars that are kept compiled: clients send the same schema again and again."""
@@ -28,36 +37,32 @@ class BrokenGrammar(Exception):
 
 
 class Grammar:
-    """Where one answer is in its grammar."""
+    """Where one answer is in its grammar. ``bits``: one for each token that may come next, of those of the model's
+    vocabulary.
+    """
 
-    def __init__(self, matcher: Any, mask_nbytes: int) -> None:
-        self._matcher, self._mask_nbytes = matcher, mask_nbytes
+    def __init__(self, matcher: Any, bits: bytes) -> None:
+        self._matcher, self.bits = matcher, bits
+        self.complete = False
+        """Nothing can follow."""
 
     def fresh(self) -> "Grammar":
-        """Another answer's, at its beginning."""
-        return Grammar(self._matcher.deep_copy(), self._mask_nbytes)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing can follow. Raises BrokenGrammar."""
-        stopped: bool = self._matcher.is_stopped()
-        self._check()
-        return stopped
-
-    def mask(self) -> bytes:
-        """A bit for each token that may come next, of those of the model's vocabulary. Raises BrokenGrammar."""
-        bits: bytes = self._matcher.compute_bitmask()
-        self._check()
-        return bits[: self._mask_nbytes]
+        """Another answer's, of one at its beginning."""
+        return Grammar(self._matcher.deep_copy(), self.bits)
 
     def take(self, token: int) -> None:
-        """The token that has come. Raises BrokenGrammar."""
+        """The token that has come. It may take long. Raises BrokenGrammar."""
         self._matcher.consume_token(token)
-        self._check()
+        _check(self._matcher)
+        self.complete = self._matcher.is_stopped()
+        _check(self._matcher)
+        if not self.complete:
+            self.bits = self._matcher.compute_bitmask()[: len(self.bits)]
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise BrokenGrammar(_reason(str(self._matcher.get_error())))
+
+def _check(matcher: Any) -> None:
+    if matcher.is_error():
+        raise BrokenGrammar(_reason(str(matcher.get_error())))
 
 
 def _reason(text: str) -> str:
@@ -66,45 +71,54 @@ def _reason(text: str) -> str:
     return (text.rpartition("failed to compile JSON schema: ")[2] or text).strip()[:REASON_CHARS]
 
 
+class Wanted(NamedTuple):
+    """A grammar that a request wants, in the library's dialect of Lark, for its field ``param``."""
+
+    text: str
+    param: str
+    work: Work[Grammar]
+
+
 class Grammars:
     """Compiles them for one tokenizer, a model's with ``vocabulary`` tokens. ``ends``: tokens that end an answer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
         self._words: Any = None  # built with the first grammar: it takes about a second for a large vocabulary
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self._lost: list[threading.Thread] = []
+        self._kept: OrderedDict[str, Work[Grammar]] = OrderedDict()
+        self.compilers, self.maskers = Workers(COMPILERS), Workers(MASKERS)
 
-    def compiled(self, text: str, param: str) -> Grammar:
-        """Of a grammar in the library's dialect of Lark. Raises RefusedRequest, which names ``param``."""
-        if (known := self._kept.get(text)) is not None:
-            self._kept.move_to_end(text)
-            return known.fresh()
-        self._lost = [thread for thread in self._lost if thread.is_alive()]
-        if len(self._lost) >= MOST_LOST:
-            raise RefusedRequest("schemas that take too long are being given up: send it again later", param)
-        found: list[Grammar | Exception] = []
-        thread = threading.Thread(target=self._compile, args=(text, found), daemon=True)
-        thread.start()
-        thread.join(COMPILE_S)
-        if thread.is_alive():
-            self._lost.append(thread)
-            raise RefusedRequest(f"the schema took more than {COMPILE_S:g} s: make it simpler", param)
-        grammar = found[0]
-        if isinstance(grammar, BrokenGrammar):
-            raise RefusedRequest(f"the schema cannot be used: {grammar}", param) from grammar
-        if isinstance(grammar, Exception):
-            raise grammar
-        self._kept[text] = grammar
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return grammar.fresh()
+    def wanted(self, text: str, param: str) -> Wanted:
+        """It is compiled, if it is not already."""
+        work = self._kept.get(text)
+        if work is None:
+            work = self._kept[text] = self.compilers.give(partial(self._made, text))
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(text)
+        return Wanted(text, param, work)
 
-    def _compile(self, text: str, found: list[Grammar | Exception]) -> None:
+    def compiled(self, wanted: Wanted, now_s: float) -> Grammar | None:
+        """At its beginning; None as long as it is not there yet. Raises RefusedRequest."""
+        work = wanted.work
+        if not work.done and now_s < work.given_s + COMPILE_S:
+            return None
         try:
-            found.append(self._made(text))
-        except Exception as error:  # the outermost frame of this thread; who waits raises it
-            found.append(error)
+            if work.done:
+                return work.result
+        except BrokenGrammar as error:
+            self.drop(wanted)
+            raise RefusedRequest(f"the schema cannot be used: {error}", wanted.param) from error
+        self.drop(wanted)
+        if not work.begun_s:
+            raise RefusedRequest("schemas that take too long are being given up: send it again later", wanted.param)
+        raise RefusedRequest(f"the schema took more than {COMPILE_S:g} s: make it simpler", wanted.param)
+
+    def drop(self, wanted: Wanted) -> None:
+        """It is no good."""
+        wanted.work.given_up = True
+        if self._kept.get(wanted.text) is wanted.work:
+            del self._kept[wanted.text]
 
     def _made(self, text: str) -> Grammar:
         """Raises BrokenGrammar."""
@@ -113,9 +127,13 @@ class Grammars:
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = llguidance.LLMatcher(words, text, limits=limits, log_level=0)
-        grammar = Grammar(matcher, -(-self._vocabulary // 8))
-        grammar.fresh().mask()  # some that were compiled cannot begin
-        return grammar
+        _check(matcher)
+        bits = b""
+        for _ in range(2):  # some that were compiled cannot begin: their lexer, which all share, is broken by the first
+            answer = matcher.deep_copy()
+            bits = answer.compute_bitmask()
+            _check(answer)
+        return Grammar(matcher, bits[: -(-self._vocabulary // 8)])
 
     def marks(self, names: Sequence[str]) -> dict[str, int]:
         """Those that are a token which is no text to the library: some that only look so are text to the tokenizer."""

@@ -7,10 +7,11 @@ from typing import Any, Final, TypeVar
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer, usage
-from dormouse.client_shim.llm.grammar import Grammar
+from dormouse.client_shim.llm.grammar import MASKS_S, SLOW_S, BrokenGrammar, Grammar, Wanted
 from dormouse.client_shim.llm.responses import ResponsesAnswer
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tool_calls import Piece, ToolCallStream
+from dormouse.client_shim.llm.workers import Work
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
@@ -33,12 +34,32 @@ class OpenChoice:
     made: list[int] = field(default_factory=list)
     resumed: int = 0
     reused: int = 0
+    taking: Work[None] | None = None  # its grammar takes the last token, and finds what may follow
+    slow_s: float = 0.0  # what slow masks took
 
     def mask(self) -> m.Mask | None:
-        """Which token may come next, if not all may. Raises BrokenGrammar."""
-        if self.grammar is None:
+        """Which token may come next, if not all may and it is known."""
+        if self.grammar is None or self.taking is not None:
             return None
-        return m.Mask(number=self.number, position=len(self.request.prompt) + len(self.made), bits=self.grammar.mask())
+        return m.Mask(number=self.number, position=len(self.request.prompt) + len(self.made), bits=self.grammar.bits)
+
+    def taken(self, now_s: float) -> bool:
+        """Whether its grammar has taken the last token. Raises BrokenGrammar."""
+        work = self.taking
+        if work is None:
+            return True
+        slow_s = work.cpu_s
+        if not work.done:
+            slow_s = now_s - work.begun_s if work.begun_s else 0.0
+        if slow_s > SLOW_S and self.slow_s + slow_s > MASKS_S:
+            work.given_up = True
+            text = f"to find out which tokens may come took more than {MASKS_S:g} s: make it simpler"
+            raise BrokenGrammar(text)
+        if work.done:
+            self.taking = None
+            self.slow_s += slow_s if slow_s > SLOW_S else 0.0
+            return work.result is None
+        return False
 
     def pieces(self, text: str, last: bool) -> list[Piece]:
         """Text and calls in it, as far as they are known."""
@@ -47,9 +68,7 @@ class OpenChoice:
         return [text] if text else []
 
     def submits(self, ends: list[int], now_s: float) -> Iterator[m.Submit | m.Mask]:
-        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer. Raises
-        BrokenGrammar.
-        """
+        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer."""
         request, asked = self.request, self.request.asked
         parts = list(batches(request.prompt + self.made, SUBMIT_TOKENS))
         stops = [*([] if asked.ignore_eos else ends), *(asked.stop_token_ids or ())]
@@ -88,6 +107,7 @@ class OpenRequest:
     prompt: list[int]
     limit: int  # tokens of prompt and answer at most
     logprobs: int
+    wanted: Wanted | None = None  # what its answers keep to
     parallel_calls: bool = True  # else it ends with its first call
     generations: list[OpenChoice] = field(default_factory=list)
     began: bool = False  # there is some of it

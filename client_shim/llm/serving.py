@@ -8,15 +8,16 @@ it ends with an error.
 import os
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Final, NamedTuple
 
 import msgspec
 
 from dormouse.client_shim.llm.answering import Answering
-from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
-from dormouse.client_shim.llm.open_requests import OpenChoice, batches
+from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest, batches
 from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.client_shim.llm.understanding import Understanding
 from dormouse.client_shim.node.node_backend import NodeBackend
@@ -26,6 +27,9 @@ from dormouse.schemas.errors import PeerLost
 from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 
 MEET_S: Final = 10.0
+
+TICK_S: Final = 0.2
+"""How often grammars that are late are looked at: whether their time is over."""
 
 WEIGHTS: Final = 128
 MODULES: Final = 64
@@ -59,6 +63,7 @@ class LlmServer:
         self._answering = Answering(backend.router, words, self._tell, numbers)
         self._of_executor: msgspec.msgpack.Decoder[m.ExecutorToLlm] = msgspec.msgpack.Decoder(m.ExecutorToLlm)
         self._of_runtime: msgspec.msgpack.Decoder[m.RuntimeToInstance] = msgspec.msgpack.Decoder(m.RuntimeToInstance)
+        self._parked: list[OpenRequest] = []  # their grammars are being compiled
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
         self._executor: BlockingLink | None = None
@@ -71,7 +76,8 @@ class LlmServer:
             links = [self._router.link]
             if self._executor is not None:
                 links.append(self._executor)
-            ready = wait_readable(links, 3600.0)
+            grammars, late = self._words.grammars, bool(self._parked) or self._answering.late
+            ready = wait_readable(links, TICK_S if late else 3600.0, (grammars.compilers.bell, grammars.maskers.bell))
             if self._router.link in ready or self._router.link.waiting:
                 while (message := self._router.hear()) is not None:
                     if isinstance(message, m.Exit):
@@ -79,13 +85,16 @@ class LlmServer:
                     self._from_router(message)
             if self._executor is not None and self._executor in ready:
                 self._hear_executor()
+            grammars.compilers.settle([])
+            self._unpark()
+            self._answering.go_on()
 
     def _from_router(self, message: m.RouterToInstance) -> None:
         match message:
             case m.Run():
                 self._run(message)
             case m.Abandon(request=number):
-                self._answering.abandon(number)
+                self._abandon(number)
             case m.PartsTaken(request=number, nbytes=nbytes):
                 self._go_on(self._answering.taken(number, nbytes))
             case m.LeaseGranted(lease=lease):
@@ -100,22 +109,46 @@ class LlmServer:
 
     def _run(self, run: m.Run) -> None:
         came_s = time.monotonic()
-        try:
+        with self._refusing(run.request):
             try:
                 request = self._understanding.opened(run)
             except RecursionError:  # what could just be read may be too deep for all that looks at it
                 raise RefusedRequest("the request is nested too deeply; send a simpler one") from None
             request.came_s = came_s
+            if request.wanted is not None:
+                self._words.grammars.compilers.settle([request.wanted.work])
+            self._parked.append(request)
+        self._unpark()
+
+    def _unpark(self) -> None:
+        parked, self._parked = self._parked, []
+        for request in parked:
+            begun = False
+            with self._refusing(request.number):
+                begun = self._understanding.begun(request, time.monotonic())
+                if not begun:
+                    self._parked.append(request)
+            if begun:
+                self._answering.add(request)
+                self._go_on(request.generations)
+
+    @contextmanager
+    def _refusing(self, number: int) -> Iterator[None]:
+        """The outermost frame of one request: others of the same instance are well."""
+        try:
+            yield
         except RefusedRequest as error:
-            self._router.send(m.Raised(request=run.request, code=error.code, text=str(error), param=error.param))
-            return
-        except Exception as error:  # the outermost frame of one request: others of the same instance are well
+            self._router.send(m.Raised(request=number, code=error.code, text=str(error), param=error.param))
+        except Exception as error:
             traceback.print_exc()
             text = f"the request could not be understood: {type(error).__name__}; see `dormouse logs {self._name}`"
-            self._router.send(m.Raised(request=run.request, code="internal_error", text=text))
-            return
-        self._answering.add(request)
-        self._go_on(request.generations)
+            self._router.send(m.Raised(request=number, code="internal_error", text=text))
+
+    def _abandon(self, number: int) -> None:
+        if number in [request.number for request in self._parked]:
+            self._parked = [request for request in self._parked if request.number != number]
+            self._router.send(m.Raised(request=number, code="cancelled", text="the request was cancelled"))
+        self._answering.abandon(number)
 
     def _go_on(self, generations: list[OpenChoice]) -> None:
         for generation in generations:
@@ -152,11 +185,8 @@ class LlmServer:
 
     def _submit(self, generation: OpenChoice) -> None:
         """Nothing without a lease: with the next one, all are submitted."""
-        try:
-            for part in generation.submits(self._words.ends, time.monotonic()):
-                self._tell(part)
-        except BrokenGrammar as error:
-            self._answering.broken(generation, error)
+        for part in generation.submits(self._words.ends, time.monotonic()):
+            self._tell(part)
 
     def _seat_over(self, lease: m.Lease, text: str, unneeded: bool) -> None:
         self._lease = None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
-from dormouse.client_shim.llm.grammar import Grammar
+from dormouse.client_shim.llm.grammar import Wanted
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.responses import PARAMS, ResponsesAnswer, ResponsesRequest, as_chat
@@ -56,9 +56,9 @@ class Understanding:
         prompt, limit = self._prompt_and_limit(asked, use)
         request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked))
         request.parallel_calls = use is None or use.parallel
-        grammar = self._grammar(asked, use, form)
+        request.wanted = self._wanted(asked, use, form)
         # What a grammar makes is a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
-        certain = grammar is not None and form is not None and not form.listed
+        certain = request.wanted is not None and form is not None and not form.listed
         certain = certain and not (form is not None and form.bare and r.schema_of(asked) is not None)
         seed, stops = r.seed_of(asked), r.stops_of(asked)
         for index in range(asked.n or 1):
@@ -68,21 +68,30 @@ class Understanding:
                 choice=Choice(index),
                 seed=seed + index,
                 text=self._words.text(form, stops),
-                grammar=None if grammar is None else grammar.fresh(),
                 calls=None if use is None or form is None else ToolCallStream(form, use.names, certain),
             )
             request.generations.append(generation)
         return request
 
-    def _grammar(self, asked: r.Request, use: ToolUse | None, form: ToolFormat | None) -> Grammar | None:
-        """What its answers keep to. Raises RefusedRequest."""
+    def _wanted(self, asked: r.Request, use: ToolUse | None, form: ToolFormat | None) -> Wanted | None:
+        """What its answers keep to: `begun` puts it into them. Raises RefusedRequest."""
         schema, marks = r.schema_of(asked), dict[str, int]()
         if use is not None and form is not None and (use.kept or schema is not None):
             marks = self._words.grammars.marks(form.marks)
         text = grammar_of(use, form, schema, marks)
         if text is None:
             return None
-        return self._words.grammars.compiled(text, "tools" if schema is None else "response_format")
+        return self._words.grammars.wanted(text, "tools" if schema is None else "response_format")
+
+    def begun(self, request: OpenRequest, now_s: float) -> bool:
+        """Whether it can be answered, because its grammar is there. Raises RefusedRequest."""
+        if request.wanted is not None:
+            grammar = self._words.grammars.compiled(request.wanted, now_s)
+            if grammar is None:
+                return False
+            for generation in request.generations:
+                generation.grammar = grammar.fresh()
+        return True
 
     def _prompt_and_limit(self, asked: r.Request, use: ToolUse | None) -> tuple[list[int], int]:
         """Tokens of the prompt, and how many it and the answer may have together. Raises RefusedRequest."""

@@ -30,6 +30,9 @@ SCHEMA: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 FORMAT: Final[Any] = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+HUGE: Final = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+"""Its grammar is small, and what it may begin with is found out for seconds."""
+
 CITY: Final = {
     "type": "object",
     "properties": {"city": {"enum": ["Rom", "Ulm"]}},
@@ -146,11 +149,21 @@ def test_beside_one_without_a_schema(node: TestNode, client: openai.OpenAI, tmp_
         ({"type": "regex"}, "json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nosuch"}}}, "Invalid type: nosuch"),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}, "Unimplemented keys"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": HUGE}}, "too many expressions"),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "array", "items": HUGE, "minItems": 9}},
+            },
+            "too many expressions",
+        ),
     ],
 )
 def test_schemas_that_cannot_be_used_are_refused(client: openai.OpenAI, given: Any, why: str) -> None:
     with pytest.raises(openai.BadRequestError, match=why) as raised:
-        client.chat.completions.create(model="chat", messages=MESSAGES, response_format=given)
+        client.chat.completions.create(
+            model="chat", messages=MESSAGES, response_format=given, logit_bias=NO_BLANKS, max_tokens=100
+        )
     assert raised.value.param == "response_format"
 
 

@@ -48,19 +48,29 @@ def may(mask: bytes) -> list[int]:
     return [token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1]
 
 
+def made(text: str, param: str = "tools", grammars: Grammars = GRAMMARS, now_s: float = 0.0) -> Grammar:
+    """With all the time that it takes."""
+    wanted = grammars.wanted(text, param)
+    while not wanted.work.done:
+        grammars.compilers.settle([wanted.work])
+    found = grammars.compiled(wanted, now_s)
+    assert found is not None
+    return found.fresh()
+
+
 def compiled(schema: dict[str, Any]) -> Grammar:
     text = grammar_of(None, None, schema, {})
     assert text is not None
-    return GRAMMARS.compiled(text, "response_format")
+    return made(text, "response_format")
 
 
 def takes(found: Grammar, text: str) -> bool:
     """Whether the text may come, and an end may come after it."""
     for token in WORDS.encode(text, add_special_tokens=False):
-        if token not in may(found.mask()):
+        if token not in may(found.bits):
             return False
         found.take(token)
-    return found.complete or END in may(found.mask())
+    return found.complete or END in may(found.bits)
 
 
 @given(st.integers(0, 99), st.sampled_from("xy"), st.text(" \n", max_size=3))
@@ -92,8 +102,8 @@ def test_any_json_object_may_come(value: Any) -> None:
 
 
 def test_masks_are_as_long_as_the_vocabulary_and_have_no_token_beyond_the_tokenizer() -> None:
-    found = GRAMMARS.compiled(r"start: /(.|\n)*/", "x")
-    mask = found.mask()
+    found = made(r"start: /(.|\n)*/")
+    mask = found.bits
     assert len(mask) == VOCABULARY // 8
     assert END in may(mask)
     assert max(may(mask)) < len(WORDS)
@@ -119,6 +129,7 @@ def test_a_token_that_may_not_come_breaks_it() -> None:
         ({"$ref": "http://127.0.0.1/x"}, "http://127.0.0.1/x"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}, "cannot be used"),
         ({"type": "string", "pattern": "("}, "regex"),
+        ({"type": "string", "pattern": "^(a{1000}){1000}$"}, "cannot be used: lexer error: too many expressions"),
         ({"type": "string", "pattern": "(" * 5000 + ")" * 5000}, "regex"),
         ({"type": "number", "minimum": 5, "maximum": 1}, "cannot be used"),
     ],
@@ -144,19 +155,28 @@ def test_deep_and_large_schemas_end_in_time() -> None:
 
 def test_schemas_that_take_too_long_are_given_up_and_not_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, go = Grammars(WORDS, VOCABULARY, [END]), threading.Event()
-    made = grammars._made
-    monkeypatch.setattr(grammar, "COMPILE_S", 0.01)
-    monkeypatch.setattr(grammars, "_made", lambda text: go.wait() and made(text))
-    for _ in range(grammar.MOST_LOST):
-        with pytest.raises(RefusedRequest, match="took more than"):
-            grammars.compiled("start: /a/", "tools")
-    with pytest.raises(RefusedRequest, match="again later"):
-        grammars.compiled("start: /a/", "tools")
+    real = grammars._made
+    monkeypatch.setattr(grammars, "_made", lambda text: go.wait() and real(text))
+    many = [grammars.wanted(f"start: /{letter}/", "tools") for letter in "abc"]
+    for wanted in many:
+        grammars.compilers.settle([wanted.work])
+        assert grammars.compiled(wanted, wanted.work.given_s) is None
+    for wanted, why in zip(many, ["took more than 3 s", "took more than 3 s", "again later"], strict=True):
+        with pytest.raises(RefusedRequest, match=why):
+            grammars.compiled(wanted, wanted.work.given_s + grammar.COMPILE_S)
     go.set()
-    for thread in grammars._lost:
-        thread.join()
-    monkeypatch.setattr(grammar, "COMPILE_S", 30.0)
-    assert takes(grammars.compiled("start: /a/", "tools"), "a")
+    monkeypatch.undo()
+    assert takes(made("start: /a/", grammars=grammars), "a")  # none of those was kept
+
+
+def test_requests_that_want_the_same_schema_share_its_compilation() -> None:
+    grammars = Grammars(WORDS, VOCABULARY, [END])
+    assert grammars.wanted("start: /a/", "tools").work is grammars.wanted("start: /a/", "tools").work
+    made("start: /a/", grammars=grammars)
+    done = grammars.wanted("start: /a/", "tools")
+    assert done.work.done
+    grammars.drop(done)
+    assert grammars.wanted("start: /a/", "tools").work is not done.work
 
 
 def call(form: ToolFormat, city: str) -> str:
@@ -174,7 +194,7 @@ def test_answers_that_must_call_tools_do(form: ToolFormat) -> None:
     def allowed(text: str, choice: Any = "required", parallel: bool = True, schema: Any = None) -> bool:
         wanted = grammar_of(tool_use([WEATHER, ADD], choice, parallel), form, schema, {})
         assert wanted is not None
-        return takes(GRAMMARS.compiled(wanted, "tools"), text)
+        return takes(made(wanted), text)
 
     good, bad, other = call(form, "Ulm"), call(form, "Bonn"), f'{{"name": "add", "{form.key}": {{}}}}'
     weather = {"type": "function", "function": {"name": "weather"}}
@@ -203,11 +223,11 @@ def test_marks_that_are_special_tokens_come_as_these(form: ToolFormat) -> None:
     for choice in ("auto", "required"):
         wanted = grammar_of(tool_use([WEATHER], choice, True), form, None, special)
         assert wanted is not None
-        found = Grammars(words, VOCABULARY, [END]).compiled(wanted, "tools")
+        found = made(wanted, grammars=Grammars(words, VOCABULARY, [END]))
         for token in words.encode(written(form, call(form, "Rom")), add_special_tokens=False):
-            assert token in may(found.mask())
+            assert token in may(found.bits)
             found.take(token)
-        assert found.complete or END in may(found.mask())
+        assert found.complete or END in may(found.bits)
 
 
 def test_nothing_is_kept_to_where_nothing_has_to() -> None:
@@ -265,4 +285,4 @@ def test_a_vocabulary_whose_masks_fit_no_packet_is_refused() -> None:
     assert len(msgspec.msgpack.encode(largest)) < MAX_PACKET_NBYTES
     assert grammar.VOCABULARY == 8 * 60_000
     with pytest.raises(RefusedRequest, match="480,001 tokens"):
-        Grammars(WORDS, grammar.VOCABULARY + 1, [END]).compiled("start: /a/", "tools")
+        made("start: /a/", grammars=Grammars(WORDS, grammar.VOCABULARY + 1, [END]))

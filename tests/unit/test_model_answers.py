@@ -1,21 +1,26 @@
 """What an instance of a language model sends its router: the parts of one step together, and ends after their parts."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import orjson
 import pytest
-from language_models import tokenizer
+from language_models import VOCABULARY, tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from dormouse.client_shim.llm import open_requests
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answering import Answering
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
 from dormouse.client_shim.llm.decoding import Decoding
+from dormouse.client_shim.llm.grammar import MASKS_S, BrokenGrammar, Grammar, Grammars
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.text import TextStream
+from dormouse.client_shim.llm.tools import grammar_of
+from dormouse.client_shim.llm.workers import Work
 from dormouse.schemas import messages as m
 
 WORDS: Any = tokenizer()
@@ -113,6 +118,147 @@ def test_what_failed_says_so_after_its_parts(answering: Answering, router: Route
     assert isinstance(parts, m.AnswerParts)
     assert isinstance(raised, m.Raised)
     assert answering.idle
+
+
+# --- grammars: `go` lets those on that have to wait
+
+
+class SlowGrammar(Grammar):
+    """One that needs a word of the test to take a token."""
+
+    go = threading.Event()
+
+    def take(self, token: int) -> None:
+        assert self.go.wait(60)
+        super().take(token)
+
+
+class KnownWords:
+    """As much of them as answers need."""
+
+    def __init__(self) -> None:
+        self.grammars = Grammars(WORDS, VOCABULARY, [2])
+
+
+class Kept:
+    """Two streams: 1 keeps to a schema, 2 to nothing. ``told`` to the runtime: what comes after `take`."""
+
+    def __init__(self, router: Router, text: str, kind: type[Grammar] = Grammar) -> None:
+        self.words, self.router, self.told = KnownWords(), router, list[Any]()
+        words: Any = self.words
+        sink: Any = router
+        self.answering = Answering(sink, words, self.told.append, count(100))
+        for number in (1, 2):
+            stream(self.answering, number)
+        (first, _) = self.answering.unfinished()
+        self.choice, grammars = first, self.words.grammars
+        self.wanted = first.request.wanted = grammars.wanted(text, "response_format")
+        while not self.wanted.work.done:
+            grammars.compilers.settle([self.wanted.work])
+        grammar = grammars.compiled(self.wanted, 0.0)
+        assert grammar is not None
+        first.grammar = kind(grammar.fresh()._matcher, grammar.bits)
+
+    def say(self, *numbers: int) -> list[Any]:
+        """Both make an `a`. Returns what the router hears."""
+        self.answering.tokens(step(*numbers))
+        return self.router.take()
+
+    def settle(self) -> list[Any]:
+        """What it hears once all grammars have taken what has come."""
+        while self.answering.late:
+            taking = self.choice.taking
+            self.words.grammars.maskers.settle([] if taking is None else [taking])
+            self.answering.go_on()
+        return self.router.take()
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    SlowGrammar.go = threading.Event()
+    yield SlowGrammar.go
+    SlowGrammar.go.set()
+
+
+def test_a_grammar_that_takes_its_time_holds_up_its_own_answer_only(router: Router, go: threading.Event) -> None:
+    kept = Kept(router, "start: /a{3}/", SlowGrammar)
+    (heard,) = kept.say(1, 2)
+    assert [part.request for part in heard.parts] == [2]
+    (heard,) = kept.say(2)
+    assert [part.request for part in heard.parts] == [2]
+    assert kept.choice.mask() is None  # nor is it sent with a next lease
+    assert kept.told == []
+    go.set()
+    (heard,) = kept.settle()
+    assert [part.request for part in heard.parts] == [1]
+    assert b'"text":"a"' in heard.parts[0].body
+    assert kept.told == [kept.choice.mask()]
+    kept.say(1)
+    kept.settle()
+    kept.say(1)
+    kept.settle()
+    assert kept.choice.choice.finish == "stop"
+    assert kept.told[-1] == m.Abort(number=1)
+
+
+def test_a_grammar_is_late_but_its_answer_pauses_for_its_client(router: Router, go: threading.Event) -> None:
+    kept = Kept(router, "start: /a{3}/", SlowGrammar)
+    request = kept.choice.request
+    kept.say(1)
+    kept.answering._hold(request)
+    go.set()
+    kept.settle()
+    assert [type(message) for message in kept.told] == [m.Abort]  # a mask would be for nobody
+    assert kept.answering.taken(1, 1) == [kept.choice]
+    assert kept.choice.mask() is not None
+
+
+def test_one_whose_time_is_over_is_refused_and_not_kept(
+    router: Router, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(router, "start: /a{3}/", SlowGrammar)
+    monkeypatch.setattr(open_requests, "SLOW_S", 0.0)
+    monkeypatch.setattr(open_requests, "MASKS_S", 0.0)
+    heard = kept.say(1, 2)
+    kept.answering.go_on()
+    (raised,) = [message for message in heard + router.take() if isinstance(message, m.Raised)]
+    why = "the schema cannot be used: to find out which tokens may come took more than 0 s: make it simpler"
+    assert raised == m.Raised(request=1, code="invalid_value", text=why, param="response_format")
+    assert kept.words.grammars.wanted("start: /a{3}/", "tools").work is not kept.wanted.work
+    go.set()
+    (heard,) = kept.say(2)
+    assert [part.request for part in heard.parts] == [2]
+
+
+def test_slow_masks_of_an_answer_count_together(router: Router) -> None:
+    kept = Kept(router, "start: /a{3}/")
+    kept.say(1)
+    kept.settle()
+    kept.choice.slow_s = MASKS_S - 0.5
+    kept.choice.taking = Work(lambda: None)
+    kept.choice.taking.run()
+    kept.choice.taking.cpu_s = 0.4
+    assert kept.choice.taken(0.0)
+    kept.choice.taking = Work(lambda: None)
+    kept.choice.taking.run()
+    kept.choice.taking.cpu_s = 0.2
+    with pytest.raises(BrokenGrammar, match="more than 3 s"):
+        kept.choice.taken(0.0)
+
+
+def test_a_schema_that_breaks_its_grammar_on_the_way_is_a_mistake_of_who_sent_it(router: Router) -> None:
+    pattern = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    text = grammar_of(None, None, {"type": "object", "properties": {"x": pattern}, "required": ["x"]}, {})
+    assert text is not None
+    kept, heard = Kept(router, text), list[Any]()
+    for token in WORDS.encode('{"x":"aaa', add_special_tokens=False):
+        kept.answering.tokens(m.Tokens(tokens=[m.ChosenToken(number=1, token=token)]))
+        heard += kept.settle()
+    (raised,) = [message for message in heard if isinstance(message, m.Raised)]
+    assert (raised.request, raised.code, raised.param) == (1, "invalid_value", "response_format")
+    assert "the schema cannot be used: lexer error: too many expressions" in raised.text
+    assert [each.request.number for each in kept.answering.unfinished()] == [2]
+    assert kept.words.grammars.wanted(kept.wanted.text, "tools").work is not kept.wanted.work
 
 
 # --- logprobs

@@ -1,6 +1,7 @@
 """What a model's files say of its words: its template, the tokens that end an answer, those that are no text."""
 
 import json
+import threading
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -12,10 +13,12 @@ from gguf_files import write_gguf
 from language_models import tokenizer
 from tokenizers import AddedToken
 
+from dormouse.client_shim.llm import grammar
 from dormouse.client_shim.llm.answering import Answering
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.serving import LlmServer, ServedModel
 from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.understanding import Understanding
 from dormouse.schemas import messages as m
@@ -52,14 +55,18 @@ def said(words: Words, text: str, route: str = "chat", **fields: Any) -> Any:
     router: Any = Router()
     answering = Answering(router, words, lambda message: None, count(1))
     body = orjson.dumps({"messages": [{"role": "user", "content": "q"}], **fields})
-    request = Understanding("model", SPEC, words, count(1)).opened(
-        m.Run(request=1, lease=None, body=body, nbytes=len(body), route=route)
-    )
+    understanding = Understanding("model", SPEC, words, count(1))
+    request = understanding.opened(m.Run(request=1, lease=None, body=body, nbytes=len(body), route=route))
+    while not understanding.begun(request, 0.0):
+        assert request.wanted is not None
+        words.grammars.compilers.settle([request.wanted.work])
     answering.add(request)
     tokens = words.encode(text, special=False)
     for index, token in enumerate(tokens):
         finish = "length" if index == len(tokens) - 1 else ""
         answering.tokens(m.Tokens(tokens=[m.ChosenToken(number=1, token=token, finish=finish)]))
+        while answering.late:
+            answering.go_on()
     (answer,) = [message.body for message in router.heard if isinstance(message, m.Returned)]
     (choice,) = orjson.loads(answer or b"")["choices"]
     return choice
@@ -212,3 +219,54 @@ def test_a_template_for_tools_has_its_own_forms(tmp_path: Path) -> None:
 def test_a_template_that_can_never_be_right_is_refused_at_once(tmp_path: Path, template: str, what: str) -> None:
     with pytest.raises(BadFolder, match=what):
         words_of(tmp_path, template)
+
+
+# --- requests whose grammar is not there yet
+
+
+class Backend:
+    """As much of an instance's as requests need that no lease computes."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.router = Router()
+
+
+def test_a_schema_that_is_being_compiled_holds_up_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, go = words_of(tmp_path, TOOLS), threading.Event()
+    made = words.grammars._made
+    monkeypatch.setattr(words.grammars, "_made", lambda text: go.wait(60) and made(text))
+    backend: Any = Backend()
+    server, router = LlmServer(backend, "/", "model", ServedModel(SPEC, [], None), words), backend.router
+
+    def ask(number: int, **fields: Any) -> None:
+        body = orjson.dumps({"messages": [{"role": "user", "content": "q"}], **fields})
+        server._from_router(m.Run(request=number, lease=None, body=body, nbytes=len(body), route="chat"))
+
+    schemas = [{"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [n]}}} for n in range(4)]
+    ask(1, response_format=schemas[1])
+    ask(2, response_format=schemas[2])
+    assert router.heard == []
+    ask(3)
+    assert router.heard == [m.NeedLease(version=1)]
+    server._from_router(m.Abandon(request=1))
+    assert router.heard[1:] == [m.Raised(request=1, code="cancelled", text="the request was cancelled")]
+    ask(4, response_format=schemas[3])
+    monkeypatch.setattr(grammar, "COMPILE_S", 0.0)
+    server._unpark()
+    late = [(message.request, message.code, message.param, message.text) for message in router.heard[2:]]
+    assert late == [
+        (2, "invalid_value", "response_format", "the schema took more than 0 s: make it simpler"),
+        (4, "invalid_value", "response_format", "schemas that take too long are being given up: send it again later"),
+    ]
+    monkeypatch.undo()
+    go.set()
+    ask(5, response_format=schemas[1])
+    while server._parked:
+        words.grammars.compilers.settle([server._parked[0].wanted.work])  # type: ignore[union-attr]
+        server._unpark()
+    assert [each.request.number for each in server._answering.unfinished()] == [3, 5]
+    assert len(router.heard) == 4
