@@ -43,6 +43,7 @@ class Controller(Actor):
         header = RecordingHeader.new(
             seed=secrets.randbits(128),
             revoke_s=config.limits.lease_ms / 1000,
+            keep_s=config.limits.compute_ms / 1000,
             max_waiting=config.limits.queue,
             policy=config.schedule,
             topology=service.topology_of(config),

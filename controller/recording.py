@@ -14,6 +14,7 @@ import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -27,10 +28,11 @@ from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
-FORMAT: Final = 7
-"""7: with what has changed of a batch that waits, and not all of it again, 5: with what batches took before, 4: with
-batches of requests, 3: with tenants and their shares, and what runtimes have to compute, 2: with seats and turns. A
-reader of an older one would not see the last fields of events and actions, and decide something else without saying so.
+FORMAT: Final = 8
+"""8: with how long a turn lasts while others wait, 7: with what has changed of a batch that waits, and not all of it
+again, 5: with what batches took before, 4: with batches of requests, 3: with tenants and their shares, and what
+runtimes have to compute, 2: with seats and turns. A reader of an older one would not see the last fields of events and
+actions, and decide something else without saying so.
 """
 
 MAGIC: Final = b"dormouse recording\n"
@@ -61,10 +63,18 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int
     policy: Policy
     topology: Topology
+    keep_s: float
 
     @classmethod
     def new(
-        cls, *, seed: int, revoke_s: float, max_waiting: int, policy: Policy, topology: Topology
+        cls,
+        *,
+        seed: int,
+        revoke_s: float,
+        max_waiting: int,
+        policy: Policy,
+        topology: Topology,
+        keep_s: float = inf,
     ) -> "RecordingHeader":
         return cls(
             format=FORMAT,
@@ -74,6 +84,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=max_waiting,
             policy=policy,
             topology=topology,
+            keep_s=keep_s,
         )
 
     def scheduler(self) -> Scheduler:
@@ -84,6 +95,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=self.max_waiting,
             policy=self.policy,
             topology=self.topology,
+            keep_s=self.keep_s,
         )
 
 

@@ -174,6 +174,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
     extra_idle_ms: int = 30_000  # after which one of these ends
     heartbeat_ms: int = 10_000  # after which a client that waits for an event stream hears a comment, and again
+    compute_ms: int = 5_000  # how long a request computes on a GPU before others that wait may have its turn
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
     yield_ms: int = (
         30_000  # how long a runtime may keep a turn, a seat or memory that it is to give back; then it is ended

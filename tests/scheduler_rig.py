@@ -1,6 +1,7 @@
 """A scheduling core, models and executors for tests: what is asked of it and what comes of that, in a word."""
 
 from collections.abc import Sequence
+from math import inf
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
@@ -21,9 +22,10 @@ def scheduler(
     max_waiting: int = 100,
     policy: Policy = DEFAULT,
     models: Sequence[str] = (),
+    keep_s: float = inf,
 ) -> Scheduler:
     """``models`` are instances with a model of 1 GiB each."""
-    made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting, policy=policy)
+    made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting, policy=policy, keep_s=keep_s)
     for gpu in range(gpus):
         made.handle(ev.ExecutorUp(gpu, 1, pool(total_nbytes)), 0.0)
     for instance in models:

@@ -184,6 +184,7 @@ class Granting:
                 self._queue.hold(running.waiting, number, now_s)
                 running = first
         self._queue.taken(running.waiting)
+        running.waits_no_more()
         self._turns.make(gpu, now_s, actions)
         running.waiting.resumes = running.waiting.held_for = None
         whole_s = running.waiting.function.predicted_s(0.0, running.waiting.size)

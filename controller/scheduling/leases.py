@@ -75,6 +75,7 @@ class GrantedLeases:
             self._queue.shares.over(running, now_s)
         if running.waiting.live:
             self._queue.taken(running.waiting)  # it wanted a turn
+        running.waits_no_more()
         model = self._models.get(running.instance)
         if model is not None:
             model.leased = False
@@ -110,6 +111,8 @@ class GrantedLeases:
             running.due = due_of(gpu, running, due, now_s)
         if waiting.live:
             return
+        if running.overran:
+            running.wants_again(now_s)
         if running.due is not None:  # it wants a turn as a request that comes now would
             waiting.arrived_s, waiting.deadline_s = now_s, now_s + waiting.function.deadline_s
         waiting.resumes, waiting.live = running, True

@@ -97,6 +97,7 @@ class Scheduler:
         max_waiting: int,
         policy: Policy = DEFAULT,
         topology: Topology | None = None,
+        keep_s: float = inf,
     ) -> None:
         self._max_waiting = max_waiting
         self.topology = topology if topology is not None else Topology()
@@ -107,7 +108,7 @@ class Scheduler:
         self.waiting = self._queue.waiting
         self._gathering = GatheringRequests()
         self._rationing = Rationing(self.bandwidths, self.gpus, self.functions, self.models)
-        self._turns = FreeTurns(policy.turns)
+        self._turns = FreeTurns(policy.turns, keep_s)
         self._leases = GrantedLeases(revoke_s, self.gpus, self.models, self._queue, self._turns)
         secrets = random.Random(seed)  # unpredictable to instances because the seed is
         self._leaving = LeavingGpus(self.gpus, self._turns)
@@ -192,6 +193,8 @@ class Scheduler:
                 self._queue.let_go_overdue(now_s)
                 if self._queue.rations_s <= now_s and self._rationing.next_s <= now_s:
                     self._queue.let_rationed(now_s)
+                for gpu in self._turns.overran(self.gpus.values(), now_s):
+                    self._queue.let_go(gpu, now_s, len(gpu.held))
                 self._leases.take_back(now_s, actions)
                 self._leases.kill_silent(now_s, actions)
             case TopologyKnown():
@@ -222,6 +225,7 @@ class Scheduler:
             self._leaving.due_s,
             self._preloading.due_s,
             self._gathering.due_s,
+            self._turns.due_s(self.gpus.values()),
         )
         if self._queue.rations_s < due_s:
             due_s = min(due_s, max(self._queue.rations_s, self._rationing.next_s))

@@ -144,6 +144,7 @@ class Running:
 
     __slots__ = (
         "answered",
+        "asked",
         "cold",
         "copies_until_s",
         "copying_nbytes",
@@ -156,6 +157,7 @@ class Running:
         "missing_nbytes",
         "model",
         "over",
+        "overran",
         "peer",
         "rests",
         "revoked_until_s",
@@ -185,11 +187,31 @@ class Running:
         self.counted_s = 0.0  # of its time in turns, for its tenant's share
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
+        self.overran = False  # it has had its turn for so long that others may have it
+        self.asked: tuple[float, float] | None = None  # when it came, and its deadline; it waits as one that comes anew
         self.answered: tuple[int, int] | None = None  # what its instance has said of its batch: taken, together
         self.due: DueSteps | None = None
         self.rests = False  # it has a turn, and nothing to compute, as far as it has said
         self.wakes = False  # it has brought what it missed, and has had no step since
         self.cold = False  # its runtime had no process there, and has had no step
+
+    @property
+    def spares(self) -> bool:
+        """Whether its turn may be another's."""
+        return self.idle or self.overran
+
+    def wants_again(self, now_s: float) -> None:
+        """Its turn was taken while it computed. It waits as one that comes now and is late already: behind those that
+        can be in time, and those that have been late for longer, however many do as it does.
+        """
+        waiting = self.waiting
+        self.asked = self.asked or (waiting.arrived_s, waiting.deadline_s)
+        waiting.arrived_s = waiting.deadline_s = now_s
+
+    def waits_no_more(self) -> None:
+        """What it is judged by is when it came."""
+        if self.asked is not None:
+            (self.waiting.arrived_s, self.waiting.deadline_s), self.asked = self.asked, None
 
     def held_s(self, now_s: float) -> float:
         """How long it has had a turn."""
@@ -254,7 +276,7 @@ class Gpu:
         self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
 
     def take_turn(self, running: Running, now_s: float) -> None:
-        running.turn_s, running.idle, running.rests = now_s, False, False
+        running.turn_s, running.idle, running.rests, running.overran = now_s, False, False, False
         turns = self.turns
         turns.append(running)
         self.running = running if len(turns) == 1 else min(turns, key=attrgetter("ends_s"))
@@ -271,7 +293,7 @@ class Gpu:
 
     def open(self, turns: int) -> bool:
         """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
-        return self.awaited and (len(self.turns) < turns or any(running.idle for running in self.turns))
+        return self.awaited and (len(self.turns) < turns or any(running.spares for running in self.turns))
 
     @property
     def awaited(self) -> bool:

@@ -226,7 +226,9 @@ def _part(p: RouterState, instance: Instance, part: m.AnswerPart, passed: list[t
         return False
     if part.kind is not None:
         p.out.append(e.BeginStream(name, part.kind, request.timing(p.now_s), part.head))
-    request.streams, request.moved_s = True, p.now_s
+    request.streams = True
+    if part.body:
+        request.moved_s = p.now_s
     request.untaken_nbytes += len(part.body)
     passed.append((name, part.body))
     return request.untaken_nbytes <= m.STREAM_WINDOW_NBYTES

@@ -41,6 +41,7 @@ count = 1
 memory = "64MiB"
 [limits]
 lease_ms = 200000 # nobody gets a GPU back by waiting for this alone: who waits has given up long before
+compute_ms = 600000
 [schedule]
 turn_ms = 60000 # who computes keeps its turn, however busy the machine is
 """

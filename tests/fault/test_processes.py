@@ -43,6 +43,8 @@ CONFIG = """
 count = 2
 memory = "256MiB"
 poison = true
+[limits]
+compute_ms = 600000
 [schedule]
 turn_ms = 60000 # who computes keeps its turn, however busy the machine is
 """

@@ -17,6 +17,7 @@ count = 1
 memory = "256MiB"
 [limits]
 idle_ms = 300
+compute_ms = 600000
 [schedule]
 turn_ms = 60000 # who computes keeps its turn, however busy the machine is
 """

@@ -78,7 +78,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     node = tmp_path / "node.toml"
     node.write_text(
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
-        f'[schedule]\norder = "fifo"\nturn_ms = 60000\n[sandbox]\nread = ["{tmp_path}"]\n'
+        f'[schedule]\norder = "fifo"\nturn_ms = 60000\n[limits]\ncompute_ms = 600000\n'
+        f'[sandbox]\nread = ["{tmp_path}"]\n'
         f'[environments]\nindex = "{packages(tmp_path / "index").url}"\n'
     )
     function = tmp_path / "counter" / "counter.py"

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
@@ -18,6 +19,7 @@ from dormouse.schemas import messages as m
 
 FUNCTION: Final = """
 import asyncio, time
+from pathlib import Path
 import torch
 
 ended = []
@@ -74,17 +76,32 @@ def endless(weights, request):
     finally:
         ended.append("endless")
 
+def computes(weights, until):  # without a pause
+    x = weights
+    while not Path(until).exists():
+        for _ in range(20):
+            x = x * 2
+            x = x / 2
+            same = bool((x == weights).all())
+        yield same
+
+def waits_for(weights, until):
+    return [same for same in computes(weights, until)][-1]
+
 def how_many_ended(weights, request):
     return ended.count(request["who"])
 
 def handle(weights, request):
+    if "until" in request:
+        return globals()[request["do"]](weights, request["until"])
     return globals()[request["do"]](weights, request)
 """
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npoison = true\n') as running:
+    gpu = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npoison = true\n'
+    with running_node(f"{gpu}[limits]\ncompute_ms = 500\n") as running:
         running.deployed("parts", FUNCTION, timeout="20s")
         running.deployed("plain", "def load():\n    pass\ndef handle(state, request):\n    return request\n")
         yield running
@@ -266,6 +283,26 @@ def test_the_turn_is_free_between_parts(node: TestNode) -> None:
     assert json.loads(next(events)[1])["step"] == 2  # while the stream was under way
     answer.leave()
     node.remove("other")
+
+
+@pytest.mark.parametrize("do", ["computes", "waits_for"])
+def test_who_computes_without_a_pause_keeps_nobody_from_the_gpu(node: TestNode, do: str) -> None:
+    """Neither the parts of an answer nor a time limit make its turn longer; and it goes on where it was."""
+    node.deployed("beside", "def load():\n    import torch\n    return torch.ones(4).to('cuda')\n"
+                  "def handle(w, request):\n    return (w * request).sum().item()\n")  # fmt: skip
+    go = node.shared / f"go-{do}"
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            answer = pool.submit(lambda: Streamed(node, {"do": do, "until": str(go)}).response.read())
+            node.wait(lambda: node.status()["gpus"]["0"]["busy_with"] == "parts", 60.0, "a GPU that is used")
+            for number in range(3):
+                assert node.result("beside", number) == 4.0 * number
+            assert not answer.done()
+        finally:
+            go.touch()
+        lines = {line for line in answer.result().decode().splitlines() if line and not line.startswith(":")}
+    assert lines == {"data: true" if do == "computes" else "true"}
+    node.remove("beside")
 
 
 def test_streams_of_an_instance_that_dies_end_with_an_error(node: TestNode) -> None:

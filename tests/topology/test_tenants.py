@@ -49,7 +49,7 @@ def handle(model, until):
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
     folder = tmp_path_factory.mktemp("llama")
     make_folder(folder)
-    with running_node(CONFIG + TENANTS, node='tenants = "many"') as running:
+    with running_node(CONFIG + "[limits]\ncompute_ms = 600000\n" + TENANTS, node='tenants = "many"') as running:
         deploy(running, "chat", Path(folder), tenant="chat")
         running.deployed("plain", ORDINARY, tenant="lab")
         running.deployed("free", ORDINARY, tenant="other")

@@ -70,6 +70,7 @@ def header(**changes: Any) -> RecordingHeader:
         "max_waiting": 100,
         "policy": Policy(),
         "topology": Topology(),
+        "keep_s": 5.0,
     }
     return RecordingHeader.new(**(made | changes))
 

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from itertools import count as count_from
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,9 @@ class Seats:
     commands wait.
     """
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns: int, keep_s: float) -> None:
+        self.now_s, self._keep_s = 0.0, keep_s
+        self._since_s: dict[int, float] = {}  # by serial: of its last turn
         self.leases: dict[int, ev.WakeOn] = {}
         self.turns: set[int] = set()
         self.idle: set[int] = set()
@@ -71,6 +74,7 @@ class Seats:
 
     def _take(self, gpu: int, serial: int) -> None:
         self.turns.add(serial)
+        self._since_s[serial] = self.now_s
         assert len(self.turns & self.of(gpu)) <= self._most, "more turns than there are"
 
     def told(self, action: ev.Action) -> None:
@@ -80,7 +84,9 @@ class Seats:
             case ev.WakeOn():
                 self.begin(action)
             case ev.PauseOn(serial=serial):
-                assert serial in self.turns & self.idle, "a turn was taken from one who uses it"
+                assert serial in self.turns
+                long = self.now_s >= self._since_s[serial] + self._keep_s
+                assert long or serial in self.idle, "a turn was taken from one who uses it"
                 self.turns.discard(serial)
                 self.idle.discard(serial)
             case ev.TurnOn(gpu=gpu, serial=serial):
@@ -102,16 +108,16 @@ class Seats:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(STEP, max_size=60), st.sampled_from([1, 2]))
-def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], turns: int) -> None:
+@given(st.lists(STEP, max_size=60), st.sampled_from([1, 2]), st.sampled_from([3.0, inf]))
+def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], turns: int, keep_s: float) -> None:
     """Granted requests end by Done, by an answer without use, loss or release; refused ones end at once; nothing waits
     for a free turn, and nothing for ever. A wake names what its GPU holds, and no peer but those that hold some of it.
     """
     policy = Policy(turns=turns)
-    core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy)
-    twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy)
+    core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy, keep_s=keep_s)
+    twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy, keep_s=keep_s)
     now_s, requests, epochs = 0.0, 0, Counter[int]()
-    seats = Seats(turns)
+    seats = Seats(turns, keep_s)
     fates: Counter[int] = Counter()
     open_requests: set[int] = set()
     asked_of: dict[int, str] = {}
@@ -234,6 +240,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                 send(ev.PolicyChosen(chosen))
             case ("tick", int(seconds)):
                 now_s += seconds
+                seats.now_s = now_s
                 send(ev.Tick())
             case _:
                 pass
@@ -241,6 +248,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
     assert set(fates) | open_requests == set(range(1, requests + 1))
     if core.gpus:  # who has a turn uses it to the end: everybody else comes to theirs
         now_s += 60.0
+        seats.now_s = now_s
         send(ev.Tick())
         while seats.leases or seats.retired:
             for gpu in sorted(seats.retired):

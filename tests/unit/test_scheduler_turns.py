@@ -1,5 +1,7 @@
 """The scheduling core's seats and turns: a scripted test per rule."""
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler, turn, wake_of
@@ -61,6 +63,91 @@ def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
     assert core.handle(turn(ev.TurnBusy, first), 0.04) == []
     assert ask(core, 2, "b", 0.05) == []
     core.check()
+
+
+KEEP_S = 5.0
+
+
+def computing(models: str, **settings_: Any) -> tuple[Scheduler, ev.WakeOn]:
+    """The first of these computes since 10.0, with all of its model there, and never pauses."""
+    core = scheduler(gpus=1, models=models, keep_s=KEEP_S, **settings_)
+    for request, model in enumerate(models, 100):
+        core.handle(over(only_wake(ask(core, request, model)), copied=GIB), 0.0)
+    return core, only_wake(ask(core, 1, models[0], 10.0))
+
+
+def test_who_computes_for_long_gives_its_turn_to_who_waits_and_goes_on_after_that() -> None:
+    core, first = computing("ab")
+    assert ask(core, 2, "b", 10.1) == []
+    assert core.next_deadline_s == 10.0 + KEEP_S
+    assert core.handle(ev.Tick(), 9.9 + KEEP_S) == []
+    paused, wake = core.handle(ev.Tick(), 10.0 + KEEP_S)
+    assert paused == ev.PauseOn(0, first.lease.serial)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.request == 2
+    assert core.handle(turn(ev.TurnWanted, first), 15.1) == []
+    actions = core.handle(over(wake), 15.2)
+    assert ev.TurnOn(0, first.lease.serial) in actions
+    core.check()
+
+
+def test_who_computes_for_long_keeps_its_turn_while_nobody_waits_and_not_when_somebody_comes() -> None:
+    core, first = computing("ab")
+    assert core.handle(ev.Tick(), 10.0 + KEEP_S) == []
+    assert core.handle(turn(ev.TurnBusy, first), 60.0) == []
+    paused, _ = ask(core, 2, "b", 70.0)
+    assert paused == ev.PauseOn(0, first.lease.serial)
+    core.check()
+
+
+@pytest.mark.parametrize("woken", [True, False])
+def test_a_turn_counts_from_when_its_model_has_come(woken: bool) -> None:
+    core = scheduler(gpus=1, models="ab", keep_s=KEEP_S)
+    first = only_wake(ask(core, 1, "a", 10.0))
+    assert ask(core, 2, "b", 10.0) == []
+    if woken:
+        core.handle(ev.Woken(0, 1, first.lease.serial, 7_000_000), 17.0)
+        assert core.next_deadline_s == 17.0 + KEEP_S
+    else:  # it may have been there, or never come
+        copied_s = core.gpus[0].leases[first.lease.serial].copies_until_s
+        assert core.next_deadline_s == copied_s + 2 * KEEP_S
+    assert isinstance(core.handle(ev.Tick(), 30.0)[0], ev.PauseOn)
+
+
+@pytest.mark.parametrize("order", ["effort", "edf", "fifo", "feasible"])
+def test_many_that_never_pause_keep_nobody_out(order: str) -> None:
+    """They have a turn each, again and again; one that comes later, with a later deadline, has its own among them."""
+    core, first = computing("abcz", policy=Policy(order=order))
+    turns, now_s = {first.lease.serial}, 10.0
+    ask(core, 2, "b", 10.0)
+    ask(core, 3, "c", 10.0)
+    core.handle(ev.Asked(4, "z", 40.0, 1), 11.0)
+    served: list[int] = []
+    for _ in range(12):
+        now_s += KEEP_S
+        for action in core.handle(ev.Tick(), now_s):
+            match action:
+                case ev.PauseOn(serial=serial):
+                    turns.discard(serial)
+                    core.handle(ev.TurnWanted(0, 1, serial), now_s + 0.01)
+                case ev.WakeOn(request=request):
+                    served.append(request)
+                case _:
+                    pass
+        core.check()
+    assert sorted(served) == [2, 3, 4]
+
+
+def test_a_request_is_judged_by_when_it_came_though_its_turn_was_taken() -> None:
+    core, first = computing("ab")
+    ask(core, 2, "b", 10.1)
+    core.handle(ev.Tick(), 10.0 + KEEP_S)
+    wake = wake_of(core, "b")
+    core.handle(turn(ev.TurnWanted, first), 15.1)
+    waiting = core.waiting[1]
+    assert (waiting.arrived_s, waiting.deadline_s) == (15.1, 15.1), "it is late, and comes after others that are"
+    core.handle(over(wake), 15.2)
+    assert (waiting.arrived_s, waiting.deadline_s) == (10.0, 11.0)
 
 
 def test_no_turn_is_taken_while_another_gpu_has_one() -> None:

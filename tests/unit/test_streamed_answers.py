@@ -128,6 +128,23 @@ def test_the_time_limit_is_from_part_to_part() -> None:
     fails_with(rig.after(0.2), 1, "timed_out", 504)
 
 
+@pytest.mark.parametrize("began", [True, False])
+def test_parts_without_a_byte_are_no_progress(began: bool) -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    ticket = rig.run()
+    rig.after(0.5)
+    rig.say("i1", part(ticket, b"x" if began else b"", first=True))
+    rig.after(0.4)
+    rig.say("i1", part(ticket, b""))
+    actions = rig.after(0.1)
+    if began:
+        assert actions == []
+        rig.after(0.4)
+        rig.say("i1", part(ticket, b""))
+        actions = rig.after(0.1)
+    fails_with(actions, 1, "timed_out", 504)
+
+
 def test_a_client_that_does_not_read_is_no_fault_of_the_function() -> None:
     """What is less than the step in which it is told what was taken holds no function up."""
     rig = loaded(spec(timeout_ms=1000))
