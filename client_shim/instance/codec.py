@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 import torch
 
+from dormouse.client_shim.instance import pydantic_types
 from dormouse.core.quantities import sizes
 
 EVENT_NBYTES: Final = 16 << 20
@@ -130,6 +131,8 @@ def _finite(value: Any) -> bool:
                 return False
         elif is_dataclass(item):
             todo.extend(getattr(item, field.name) for field in fields(item))
+        elif (plain := pydantic_types.plain(item)) is not None:
+            todo.append(plain)
     return True
 
 
@@ -141,6 +144,11 @@ def _convert(value: Any) -> Any:
         advice = "call .item() on it" if value.numel() == 1 else "call .tolist() on it"
         raise BadResponse(f"handle() returned a tensor of shape {tuple(value.shape)}, which is not JSON: {advice}")
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    try:
+        if (plain := pydantic_types.plain(value)) is not None:
+            return plain
+    except ValueError as error:
+        raise BadResponse(f"handle() returned a {kind}, which is not JSON: {error}") from error
     raise BadResponse(
         f"handle() returned a value of type {kind}, which is not JSON: return dicts, lists, strings and numbers"
     )

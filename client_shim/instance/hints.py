@@ -1,6 +1,7 @@
 """What the type hints of ``handle`` say of its requests and answers: a JSON schema, and a check before it is called.
 
-Pure: no I/O. msgspec makes both. A hint that it cannot take checks nothing, and who deploys is told so.
+Pure: no I/O. msgspec makes both, or pydantic of what is its own. A hint that neither can take checks nothing, and who
+deploys is told so.
 """
 
 import inspect
@@ -13,16 +14,18 @@ import msgspec
 import numpy as np
 import torch
 
-from dormouse.client_shim.instance import answer_bodies, codec, publicly, request_bodies, signatures
+from dormouse.client_shim.instance import answer_bodies, codec, publicly, pydantic_types, request_bodies, signatures
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.inference import Inference
+from dormouse.client_shim.instance.pydantic_types import Invalid
 from dormouse.client_shim.instance.request_bodies import RequestFile
 from dormouse.client_shim.instance.signatures import Signature
 from dormouse.core import answerhead
 from dormouse.schemas import messages as m
 from dormouse.schemas.open_inference import InferenceKind
 
-_PATH: Final = re.compile(r" - at `(.{1,200})`$", re.DOTALL)
+_PATH: Final = re.compile(r" - at `\$([^`]{0,200})`(?= - at |$)", re.DOTALL)
+"""There are two where a model of pydantic's is part of something: the place in it comes first."""
 
 
 class AskedRequest(NamedTuple):
@@ -64,19 +67,23 @@ class Hints:
         self.schema, self.warning = b"", ""
         self._request: Any = None
         self._decoder: msgspec.json.Decoder[Any] | None = None
+        self._adapter: pydantic_types.Adapter | None = None
         found, name = self._found(handle)
         if each:
             found = {key: _item(hint) for key, hint in found.items()}
         said: dict[str, Any] = {}
         if (request := found.get(name)) not in (None, Any, object, inspect.Parameter.empty):
             try:
-                said["request"] = _schema(request)
-                self._decoder = msgspec.json.Decoder(request, dec_hook=_converted)
-                self._request = request
+                adapter = pydantic_types.adapter(request)
+                said["request"] = _schema(request, adapter, "validation")
+                if adapter is None:
+                    self._decoder = msgspec.json.Decoder(request, dec_hook=_converted)
+                self._request, self._adapter = request, adapter
             except Exception as error:  # user code: metaclasses and properties of its types run here
                 self._warn(name, f"{error}")
         try:
-            said["response"] = _schema(found["return"])
+            response = found["return"]
+            said["response"] = _schema(response, pydantic_types.adapter(response), "serialization")
         except Exception:  # none, or a generator, or a picture: the answer is what it is
             said.pop("response", None)
         if text := inspect.getdoc(handle):
@@ -115,7 +122,7 @@ class Hints:
     def _warn(self, name: str, why: str) -> None:
         self.warning = (
             f"the type of {name!r} cannot be checked ({_said(why)}): handle() is given any request; use what msgspec "
-            "can take, such as a msgspec.Struct, a dataclass or a TypedDict, or no type"
+            "or pydantic can take, such as a msgspec.Struct, a BaseModel, a dataclass or a TypedDict, or no type"
         )
 
     def asked(self, body: bytes | memoryview, kind: str, accept: str) -> AskedRequest:
@@ -125,19 +132,17 @@ class Hints:
             return AskedRequest(value, lambda result, most_nbytes: answer_bodies.encode(result, accept, most_nbytes))
         asked = Inference(body, inference, self._signature)
         tensors: Any = asked.tensors
-        if self._decoder is not None:
-            try:
-                plain = signatures.values(tensors, self._request)
-                tensors = msgspec.convert(plain, self._request, strict=False, dec_hook=_converted)
-            except msgspec.ValidationError as error:
-                raise _refused(error) from error
+        if self._request is not None:
+            tensors = self._checked(signatures.values(tensors, self._request))
         return AskedRequest(tensors, asked.answer)
 
     def value_of(self, body: bytes | memoryview, kind: str) -> Any:
         """As ``handle`` is given it, checked. Raises BadRequest."""
-        if self._decoder is None:
+        if self._request is None:
             return request_bodies.value_of(body, kind)
         if request_bodies.is_json(kind):
+            if self._decoder is None:
+                return self._checked(codec.decode(body))
             try:
                 return self._decoder.decode(body)
             except msgspec.ValidationError as error:
@@ -150,9 +155,15 @@ class Hints:
             plain = request_bodies.plain_type(kind)
             text = f"this function takes no body of type {plain}: send JSON, or a form; see its schema"
             raise BadRequest(text, "content_type")
+        return self._checked(_plain(value))
+
+    def _checked(self, plain: Any) -> Any:
+        """Raises BadRequest."""
         try:
-            return msgspec.convert(_plain(value), self._request, strict=False, dec_hook=_converted)
-        except msgspec.ValidationError as error:
+            if self._adapter is not None:
+                return self._adapter.value_of(plain)
+            return msgspec.convert(plain, self._request, strict=False, dec_hook=_converted)
+        except (Invalid, msgspec.ValidationError) as error:
             raise _refused(error) from error
 
 
@@ -167,10 +178,10 @@ def _item(hint: Any) -> Any:
     return arguments[0] if typing.get_origin(hint) in (list, Sequence, tuple) and arguments else Any
 
 
-def _refused(error: msgspec.ValidationError) -> BadRequest:
-    text = str(error)
-    found = _PATH.search(text)
-    path = found[1] if found else "$"
+def _refused(error: Invalid | msgspec.ValidationError) -> BadRequest:
+    why = _said(str(error))
+    path = "$" + "".join(reversed(_PATH.findall(why)))
+    text = _PATH.sub("", why) + (f" - at `{path}`" if path != "$" else "")
     return BadRequest(
         f"the request is not what this function takes: {text}; GET /functions/NAME/schema says what it takes",
         "invalid_request",
@@ -188,7 +199,9 @@ def _plain(value: Any) -> Any:
 
 
 def _converted(kind: type, value: Any) -> Any:
-    """What msgspec does not know itself: arrays. Raises ValueError, which becomes a ValidationError."""
+    """What msgspec does not know itself: arrays, and models. Raises ValueError, which becomes a ValidationError."""
+    if (adapter := pydantic_types.adapter(kind)) is not None:
+        return adapter.value_of(value)
     wanted = signatures.array_hint(kind)
     if wanted is None:
         raise NotImplementedError(f"a value of type {kind.__qualname__}")
@@ -221,12 +234,16 @@ def _numbers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return found
 
 
-def _schema(hint: Any) -> dict[str, Any]:
-    """Raises TypeError for what msgspec cannot take, and whatever the types' own code does."""
-    return msgspec.json.schema(hint, schema_hook=_hooked)
+def _schema(
+    hint: Any, adapter: pydantic_types.Adapter | None, mode: typing.Literal["validation", "serialization"]
+) -> dict[str, Any]:
+    """Raises TypeError for what cannot be taken, and whatever the types' own code does."""
+    return adapter.schema(mode) if adapter is not None else msgspec.json.schema(hint, schema_hook=_hooked)
 
 
 def _hooked(kind: type) -> dict[str, Any]:
     if signatures.array_hint(kind) is not None:
         return {"type": "array", "description": "numbers, in lists of lists; or a body of type application/x-npy"}
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is nothing that JSON has")
+    if pydantic_types.fields(kind) is not None:
+        return {"type": "object", "title": kind.__name__}
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is a class that cannot be made of JSON")

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from dormouse.client_shim.instance import pydantic_types
 from dormouse.client_shim.instance.codec import BadRequest
 
 NUMBERS: Final[dict[str, np.dtype[Any]]] = {
@@ -168,6 +169,8 @@ def _spec(name: str, hint: Any, required: bool) -> TensorSpec | None:
 def fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
     """Of an object's type: each hint, and whether it must be there. None for what is none."""
     bare, _ = _bare(hint)
+    if (model := pydantic_types.fields(bare)) is not None:
+        return model
     try:
         found = msgspec.inspect.type_info(bare)
         hints = typing.get_type_hints(bare, include_extras=True)

@@ -60,11 +60,31 @@ def test_what_it_takes_is_shown(node: TestNode) -> None:
     assert node.http("POST", "/openapi.json").code == "method_not_allowed"
 
 
+def test_models_of_pydantic_are_checked_shown_and_answered(node: TestNode) -> None:
+    source = """
+        from pydantic import BaseModel, Field
+        class Asked(BaseModel):
+            text: str
+            times: int = Field(2, le=3)
+        def load(): pass
+        def handle(state, request: Asked) -> Asked:
+            return Asked(text=request.text * request.times)
+    """
+    node.deployed("model", source)
+    assert node.result("model", {"text": "a"}) == {"text": "aa", "times": 2}
+    answer = node.invoke("model", {"text": "a", "times": 9})
+    assert (answer.status, answer.code, answer.body["error"]["param"]) == (422, "invalid_request", "$.times")
+    assert "Input should be less than or equal to 3 - at `$.times`" in answer.message
+    said = node.http("GET", "/openapi.json").body["paths"]["/functions/model/invoke"]["post"]["requestBody"]
+    assert said["content"]["application/json"]["schema"]["properties"]["times"]["maximum"] == 3
+
+
 def test_hints_that_check_nothing_are_said_at_deploy(node: TestNode) -> None:
     source = "import torch\ndef load(): pass\ndef handle(state, request: torch.dtype): return request\n"
     answer = node.deploy("odd", source)
     assert answer.status == 200
-    assert "the type of 'request' cannot be checked (torch.dtype is nothing that JSON has)" in answer.body["warning"]
+    why = "torch.dtype is a class that cannot be made of JSON"
+    assert f"the type of 'request' cannot be checked ({why})" in answer.body["warning"]
     assert node.result("odd", [1]) == [1]
 
 

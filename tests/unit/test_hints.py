@@ -1,16 +1,22 @@
 """Type hints of ``handle``: what is checked and shown, and what is said of those that cannot be."""
 
 import dataclasses
+import datetime
 import json
+import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
+import pydantic
+import pydantic.dataclasses
 import pytest
 import torch
 
-from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.hints import Hints
 from dormouse.schemas import messages as m
 
@@ -208,3 +214,96 @@ def test_a_schema_that_is_no_json_is_not_shown_and_checked() -> None:
     assert "is not shown" in hints.warning
     with pytest.raises(BadRequest):
         hints.value_of(b'{"text": 1}', "")
+
+
+class Size(pydantic.BaseModel):
+    width: Annotated[int, pydantic.Field(gt=0)]
+
+
+class Drawing(pydantic.BaseModel):
+    text: str = pydantic.Field(alias="Text")
+    sizes: list[Size] = []
+    at: datetime.date | None = None
+
+
+@pydantic.dataclasses.dataclass
+class Point:
+    x: int = pydantic.Field(ge=0)
+
+
+class Holds(msgspec.Struct):
+    drawings: list[Drawing]
+
+
+def _taking(hint: Any) -> Hints:
+    def handle(state: Any, request: Any) -> Any: ...
+
+    handle.__annotations__ = {"request": hint, "return": hint}
+    return Hints(handle)
+
+
+@pytest.mark.parametrize(
+    ("hint", "body", "param", "text"),
+    [
+        (Drawing, b'{"Text": 3}', "$.Text", "Input should be a valid string - at `$.Text`"),
+        (Drawing, b"{}", "$.Text", "Field required - at `$.Text`"),
+        (Drawing, b"[]", "$", "Input should be a valid dictionary or instance of Drawing"),
+        (Drawing, b'{"Text": "a", "sizes": [{"width": 1}, {"width": 0}]}', "$.sizes[1].width", "greater than 0"),
+        (Drawing, b'{"sizes": 1}', "$.Text", "Field required (and 1 more)"),
+        (list[Drawing], b'[{"Text": 3}]', "$[0].Text", "Input should be a valid string"),
+        (Drawing | None, b"3", "$", "Drawing"),
+        (Point, b'{"x": -1}', "$.x", "greater than or equal to 0"),
+        (Annotated[int, pydantic.Field(le=3)], b"4", "$", "less than or equal to 3"),
+        (Holds, b'{"drawings": [{"Text": 3}]}', "$.drawings[0].Text", "a valid string - at `$.drawings[0].Text`"),
+    ],
+)
+def test_pydantics_types_are_checked_like_msgspecs(hint: Any, body: bytes, param: str, text: str) -> None:
+    hints = _taking(hint)
+    assert hints.warning == ""
+    with pytest.raises(BadRequest) as refused:
+        hints.value_of(body, "")
+    assert (refused.value.code, refused.value.param) == ("invalid_request", param)
+    assert text in str(refused.value)
+    with pytest.raises(BadRequest) as refused:
+        hints.value_of(b"{", "")
+    assert refused.value.code == "bad_json"
+
+
+def test_pydantics_types_are_made_shown_and_answered() -> None:
+    hints = _taking(Drawing)
+    made = hints.value_of(b'{"Text": "a", "sizes": [{"width": 2}], "at": "2026-01-02"}', "")
+    assert made == Drawing(Text="a", sizes=[Size(width=2)], at=datetime.date(2026, 1, 2))
+    assert hints.value_of(form(("Text", b"7"), ("at", b"2026-01-02")), FORM).at == datetime.date(2026, 1, 2)
+    said = json.loads(hints.schema)
+    assert said["request"]["required"] == ["Text"]
+    assert said["request"]["properties"]["sizes"]["items"] == {"$ref": "#/$defs/Size"}
+    assert said["request"]["$defs"]["Size"]["properties"]["width"]["exclusiveMinimum"] == 0
+    assert said["response"]["properties"]["at"]["anyOf"][0] == {"type": "string", "format": "date"}
+    assert json.loads(_taking(Holds).schema)["request"]["$defs"]["Holds"]["properties"]["drawings"]["items"] == {
+        "type": "object",
+        "title": "Drawing",
+    }
+    data, kind = hints.asked(b'{"Text": "a"}', "", "").answer([made, {"it": made}], 1000)[:2]
+    plain = {"Text": "a", "sizes": [{"width": 2}], "at": "2026-01-02"}
+    assert (json.loads(bytes(data)), kind) == ([plain, {"it": plain}], "")
+
+
+def test_a_model_that_json_cannot_hold_is_said() -> None:
+    class Measured(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+        value: float = 0.0
+        other: Any = None
+
+    hints = Hints(lambda state, request: None)
+    for wrong in (Measured(value=math.nan), Measured(other=object())):
+        with pytest.raises(BadResponse):
+            hints.asked(b"1", "", "").answer({"it": wrong}, 1000)
+
+
+def test_pydantic_is_not_imported_for_functions_that_do_not() -> None:
+    code = (
+        "import sys; from dormouse.client_shim.instance.hints import Hints\n"
+        "def handle(state, request: int) -> int: ...\n"
+        "Hints(handle).value_of(b'1', ''); sys.exit('pydantic' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
