@@ -185,9 +185,12 @@ def test_the_zygote_outlives_a_router_and_no_instance_does(node: TestNode) -> No
     everyone = [pid for pid in node.descendants() if procfs.words(pid)[0] != TITLE]
     assert any(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in everyone)
     node.replaced("router", node.kill("router"))
-    still = [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
-    assert before["zygote"] in still
-    assert len(still) <= 2, "the zygote, and its stub where it has a pid namespace"
+
+    def still() -> list[int]:
+        return [pid for pid in everyone if procfs.state(pid) not in ("", "Z")]
+
+    node.wait(lambda: len(still()) <= 2, 60, "the zygote alone, and its stub where it has a pid namespace")
+    assert before["zygote"] in still()
     assert node.pids()["zygote"] == before["zygote"]
     assert node.result("starts", 1) == 1
 

@@ -50,6 +50,7 @@ async def store_empty(kit: Kit) -> None:
 Make = Callable[[], Instance]
 
 
+@needs.COMPILER
 def test_a_model_moves_between_gpus_and_answers_the_same(kit: Kit, make: Make) -> None:
     instance = make()
 
@@ -116,6 +117,7 @@ def test_eviction_poisons_and_forgets_and_the_model_comes_back(kit: Kit, make: M
     kit.run(scenario())
 
 
+@needs.COMPILER
 def test_what_is_worth_least_goes_first(kit: Kit, make: Make) -> None:
     models, big = [make() for _ in range(4)], make()
 
