@@ -8,6 +8,7 @@ import pytest
 
 from dormouse.core.node.testing import TestNode
 
+CURL: Final = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 ROOT: Final = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 COMPILER: Final = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))),

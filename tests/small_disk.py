@@ -29,9 +29,10 @@ def node_on_small_disk(config: str, size: str) -> Iterator[TestNode]:
     """A node whose state is on one."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)
-        node = TestNode(Path(directory), config)
-        node.state.mkdir()
-        with small_disk(node.state, size), kept_running(node):
+        state = Path(directory, "s")
+        state.mkdir()
+        with small_disk(state, size), kept_running(node := TestNode(Path(directory), config)):
+            assert node.state == state
             yield node
 
 

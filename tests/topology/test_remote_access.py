@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from guides import Reader, commands
 from language_models import make_folder
@@ -143,6 +144,7 @@ def test_d10_over_tls_with_a_key_and_not_without(node: RemoteNode) -> None:
     assert node.ask("POST", "/functions/ours/invoke").headers["www-authenticate"] == 'Bearer realm="dormouse"'
 
 
+@needs.CURL
 def test_the_guide(node: RemoteNode, tmp_path: Path) -> None:
     """The name of its node means this machine, as an entry in /etc/hosts would have it."""
     create, ls, call, revoke = commands("docs/remote-access.md")
@@ -305,6 +307,8 @@ def test_the_audit_log(node: RemoteNode) -> None:
     assert node.ask("DELETE", "/admin/functions/brief", deployer).body == {"removed": "brief"}
     node.admin.revoke_key(name)
     created, deployed, refused, removed, revoked = node.audit()[-5:]
+    assert len(deployed.pop("content")) == 64
+    assert (deployed.pop("version"), deployed.pop("options")) == (1, {"tenant": "third"})
     uid, user = os.getuid(), pwd.getpwuid(os.getuid()).pw_name
     for line, act, what in (
         (created, "keys create", name),
