@@ -115,6 +115,7 @@ class Answering:
                 generation.reused = nbytes
         firsts = {first.number: first for first in made.firsts}
         touched: dict[int, OpenRequest] = {}
+        late = len(self._taking)
         for token in made.tokens:
             if (generation := self._generations.get(token.number)) is not None:
                 request = touched[generation.request.number] = generation.request
@@ -122,8 +123,9 @@ class Answering:
                     begun = self.timings.first_token(request, firsts.get(token.number), now_s)
                     self._router.send(begun)
                 self._chosen(generation, token)
-        if self._taking:
-            self._words.grammars.maskers.settle([each.taking for each, _ in self._taking if each.taking is not None])
+        if len(self._taking) > late:  # it has waited for the others already
+            new = [generation.taking for generation, _ in self._taking[late:]]
+            self._words.grammars.maskers.settle([work for work in new if work is not None])
         self._told(touched | self._taken(now_s))
 
     @property

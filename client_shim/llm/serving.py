@@ -20,6 +20,7 @@ from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest, batches
 from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.client_shim.llm.understanding import Understanding
+from dormouse.client_shim.llm.workers import MOMENT_S
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
@@ -116,7 +117,8 @@ class LlmServer:
                 raise RefusedRequest("the request is nested too deeply; send a simpler one") from None
             request.came_s = came_s
             if request.wanted is not None:
-                self._words.grammars.compilers.settle([request.wanted.work])
+                moment_s = 0.0 if self._parked else MOMENT_S  # many that come at once have one moment together
+                self._words.grammars.compilers.settle([request.wanted.work], moment_s)
             self._parked.append(request)
         self._unpark()
 

@@ -63,9 +63,9 @@ class Workers:
             self._start()
         return work
 
-    def settle(self, works: Sequence[Work[T]]) -> None:
+    def settle(self, works: Sequence[Work[T]], moment_s: float = MOMENT_S) -> None:
         """Wait a moment for these. If another holds them up, they get a thread of their own."""
-        late_s = time.monotonic() + MOMENT_S
+        late_s = time.monotonic() + moment_s
         while not all(work.done for work in works):
             try:
                 self._ended.get(timeout=max(0.0, late_s - time.monotonic()))
@@ -73,7 +73,7 @@ class Workers:
                 if self._threads >= self._most or all(work.begun_s for work in works):
                     break
                 self._start()
-                late_s = time.monotonic() + MOMENT_S
+                late_s = time.monotonic() + moment_s
         with suppress(BlockingIOError):
             os.eventfd_read(self.bell)  # before the caller looks which are done: none is missed
 

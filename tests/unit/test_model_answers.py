@@ -180,11 +180,15 @@ def go() -> Iterator[threading.Event]:
     SlowGrammar.go.set()
 
 
-def test_a_grammar_that_takes_its_time_holds_up_its_own_answer_only(router: Router, go: threading.Event) -> None:
+def test_a_grammar_that_takes_its_time_holds_up_its_own_answer_only(
+    router: Router, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = Kept(router, "start: /a{3}/", SlowGrammar)
     (heard,) = kept.say(1, 2)
     assert [part.request for part in heard.parts] == [2]
-    (heard,) = kept.say(2)
+    with monkeypatch.context() as nobody_waits:
+        nobody_waits.setattr(kept.words.grammars.maskers, "settle", pytest.fail)
+        (heard,) = kept.say(2)
     assert [part.request for part in heard.parts] == [2]
     assert kept.choice.mask() is None  # nor is it sent with a next lease
     assert kept.told == []

@@ -250,6 +250,10 @@ def test_a_schema_that_is_being_compiled_holds_up_no_other_request(
     ask(1, response_format=schemas[1])
     ask(2, response_format=schemas[2])
     assert router.heard == []
+    second = server._parked[1].wanted
+    assert second is not None
+    while not second.work.begun_s:  # its thread starts
+        words.grammars.compilers.settle([second.work])
     ask(3)
     assert router.heard == [m.NeedLease(version=1)]
     server._from_router(m.Abandon(request=1))
