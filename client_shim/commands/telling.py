@@ -11,17 +11,6 @@ from typing import Any, Final
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.schemas import stream as wire
 
-LARGE_SHARE: Final = 8
-"""What makes more than one part in so many of a GPU's memory may not fit, and is waited for: a program that catches
-`OutOfMemoryError` tries again with less. A smaller result that does not fit is told at the next answer."""
-
-
-class Large:
-    """Of the GPU that functions are shown."""
-
-    nbytes = 1 << 40
-
-
 Arguments = dict[str, Any]
 """Of a call, by name."""
 
@@ -98,8 +87,6 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
 
 def tells(plan: Plan, call: Call) -> bool:
     """Whether the call's outcome is to be waited for; its results are predicted."""
-    if sum(plan.fresh_nbytes) >= Large.nbytes:
-        return True
     schema = call.operation.op._schema
     rule = _TELLING.get(schema.name.removeprefix("aten::"))
     if rule is None:

@@ -79,6 +79,7 @@ class Runner:
                 self._check(function, check.encode())
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
+            self.stream.loading = False
         except LoadFailure as failure:
             return self._load_failed(failure.code, str(failure))
         except BaseException as error:

@@ -6,11 +6,21 @@ this is used.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from dormouse.client_shim.commands.plans import Plan
 from dormouse.client_shim.stream.remains import Remains
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed, next_id
+
+LARGE_SHARE: Final = 8
+"""What makes more than one part in so many of a GPU's memory may not fit, and is waited for: a program that catches
+`OutOfMemoryError` tries again with less. Of what is less, and does not fit, the next answer tells."""
+
+
+class Large:
+    """Of the GPU that functions are shown."""
+
+    nbytes = 1 << 40
 
 
 class LiveStorages:
@@ -20,6 +30,8 @@ class LiveStorages:
         self._first_id = next_id()  # a stream before this one may have had storages
         self.held_nbytes = 0  # those in `freed` included
         self.peak_nbytes = 0
+        self.watched_nbytes = 0  # to hold more is a new peak, or may not fit
+        self._heard_nbytes = 0  # the least that was held since an answer covered all
         self.lease_first_id = 1
         self.created = 0  # in this lease, but for those that an executor was told are dead
         self.wrote_persistent = False
@@ -35,7 +47,23 @@ class LiveStorages:
     def hold(self, nbytes: int) -> None:
         """A storage has come into being, or has grown."""
         self.held_nbytes += nbytes
+        self.grown()
+
+    def grown(self) -> bool:
+        """Whether so much has come since an answer that it may not fit."""
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+        allowed = self._heard_nbytes + Large.nbytes
+        self.watched_nbytes = min(self.peak_nbytes, allowed)
+        return self.held_nbytes > allowed
+
+    def heard(self) -> None:
+        """An answer covers all that is held."""
+        self._heard_nbytes = self.held_nbytes
+        self.grown()
+
+    def reset_peak(self) -> None:
+        self.peak_nbytes = self.reachable_nbytes
+        self.watched_nbytes = min(self.watched_nbytes, self.peak_nbytes)
 
     def make(self, nbytes: int, leased: bool = True) -> int:
         """The id of a new storage: of the lease, or of the store."""
@@ -77,6 +105,7 @@ class LiveStorages:
         self._uncommitted.clear()
         self.lease_first_id = next_id()
         self.wrote_persistent, self.created = False, 0
+        self.heard()
         freed.extendleft((number, 0) for number in self._parked)
         self._parked = []
 
@@ -118,4 +147,5 @@ class LiveStorages:
             number, nbytes = freed.popleft()
             if number >= self._first_id:
                 self.held_nbytes -= nbytes
+                self._heard_nbytes = min(self._heard_nbytes, self.held_nbytes)
             yield number

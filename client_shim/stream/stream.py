@@ -53,6 +53,7 @@ class Stream:
         self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
         self.last_used = True  # the last lease: its executor was given commands
+        self.loading = True  # what is uploaded without a lease joins the model
         self._connection: StreamConnection | None = None
         self._storages = LiveStorages()
         self.answers = Answers(self._storages.remains)
@@ -76,7 +77,7 @@ class Stream:
 
     def reset_peak(self) -> None:
         with self.lock:
-            self._storages.peak_nbytes = self._storages.reachable_nbytes
+            self._storages.reset_peak()
 
     def hold(self, nbytes: int) -> None:
         """A storage has grown."""
@@ -88,6 +89,11 @@ class Stream:
     @property
     def leased(self) -> bool:
         return self._connection is not None
+
+    @property
+    def to_store(self) -> bool:
+        """Whether what is uploaded now into what is new goes to the store."""
+        return self.loading and self._connection is None
 
     @property
     def used(self) -> bool:
@@ -236,16 +242,24 @@ class Stream:
                 number = number or fresh
                 storages.created += 1
                 storages.held_nbytes += nbytes
-            if storages.held_nbytes > storages.peak_nbytes:
-                storages.peak_nbytes = storages.held_nbytes
             connection.sites.append(call_site(4))
             self.commands_recorded += 1
             recorded = len(connection.sites)
-            if recorded >= wire.FRAME_COMMANDS or (eager and connection.number == connection.acknowledged + 1):
+            if storages.held_nbytes > storages.watched_nbytes and storages.grown():
+                self._answer_for(plan, number)
+            elif recorded >= wire.FRAME_COMMANDS or (eager and connection.number == connection.acknowledged + 1):
                 connection.flush()
             elif not recorded & POLL_MASK:
                 connection.poll()
             return number
+
+    def _answer_for(self, plan: Plan, number: int) -> None:
+        """Of a command whose results have no owner yet."""
+        try:
+            self.answer_for_all()
+        except BaseException:
+            freed.extend(enumerate(plan.fresh_nbytes, number))
+            raise
 
     def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
         """Run a command whose results cannot be predicted: what the executor says of them, and the first fresh
@@ -285,6 +299,8 @@ class Stream:
                 storage.id = self._storages.make(storage.nbytes)
                 self.answers.unanswered = True
                 connection.say((wire.CREATE, storage.id, storage.nbytes))
+                if self._storages.grown():
+                    self.answer_for_all()
 
     def wait(self, command: int, *operands: Any) -> Any:
         """Send a control command that has an answer and no effect on shapes (SYNC, MEMORY, RNG_GET)."""
@@ -326,17 +342,20 @@ class Stream:
 
     def _answer(self, connection: StreamConnection, token: int, covers: bool = True) -> Any:
         try:
-            return self.answers.wait(connection, token, self.commands_recorded, covers)
+            answer = self.answers.wait(connection, token, self.commands_recorded, covers)
         except LeaseLost:
             self.lose_lease()
             raise
+        if covers:
+            self._storages.heard()
+        return answer
 
     # --- bytes
 
     def upload(self, storage: RemoteStorage, offset: int, address: int, nbytes: int) -> None:
         """Copy host memory into a storage; the memory may change as soon as this returns."""
         with self.lock:
-            to_store = self._connection is None and self._storages.of_store(storage)
+            to_store = self.to_store and self._storages.of_store(storage)
             connection = None if to_store else self._ready()
             self._storages.put(storage, nbytes, leased=connection is not None)
             self.answers.unanswered = True
@@ -346,6 +365,8 @@ class Stream:
                 connection.upload_inline(storage, offset, ctypes.string_at(address, nbytes))
             else:
                 self.bulk.to_executor(connection, storage, offset, address, nbytes)
+            if connection is not None and self._storages.grown():
+                self.answer_for_all()
 
     def download(self, storage: RemoteStorage, pieces: list[Meta], address: int) -> None:
         """Copy contiguous pieces of a storage, one after the other, to host memory."""

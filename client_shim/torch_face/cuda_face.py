@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import torch_device
-from dormouse.client_shim.commands import telling
 from dormouse.client_shim.patches import nothing, patch
+from dormouse.client_shim.stream.live_storages import LARGE_SHARE, Large
 from dormouse.client_shim.torch_face import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types
 from dormouse.client_shim.torch_face.accelerator_face import nested
 from dormouse.client_shim.torch_face.cuda_tools import refuse
@@ -178,7 +178,7 @@ def install() -> None:
 def connect(device: DeviceInfo) -> None:
     global _device
     _device = device
-    patch(telling.Large, "nbytes", device.total_nbytes // telling.LARGE_SHARE)
+    patch(Large, "nbytes", device.total_nbytes // LARGE_SHARE)
     patch(torch.version, "cuda", device.cuda or CUDA)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from dormouse.client_shim import torch_dispatcher
-from dormouse.client_shim.commands import metas, telling
+from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation, handler
+from dormouse.client_shim.stream.live_storages import Large
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import (
@@ -156,10 +157,9 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _room(tensor: RemoteTensor) -> RemoteTensor:
-    """What may not fit is brought into being at once; without a lease, what is put into it may go to the store."""
-    if tensor._storage.nbytes >= telling.Large.nbytes and stream().leased:
+    """What may not fit is brought into being at once, unless what is put into it may go to the store."""
+    if tensor._storage.nbytes > Large.nbytes and not stream().to_store:
         stream().create(tensor._storage)
-        stream().answer_for_all()
     return tensor
 
 

@@ -155,6 +155,48 @@ def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: T
     still_good(node)
 
 
+HALVING = """
+    import torch
+
+    ROWS = 5 << 10  # of 1 KiB
+
+    def computed(n): return torch.empty(n * ROWS, 256, device="cuda").fill_(1)
+    def uploaded(n): return torch.ones(1, 256).expand(n * ROWS, 256).to("cuda")
+    def result(n): return model.expand(n * ROWS, 256) + 1
+    def many_computed(n): return [torch.ones(ROWS, 256, device="cuda") for _ in range(n)]
+    def many_uploaded(n):
+        host = torch.ones(ROWS, 256)
+        return [host.to("cuda") for _ in range(n)]
+
+    def load():
+        global model
+        model = torch.zeros(1, 256, device="cuda")
+
+    def handle(_, request):
+        n, tried, kept = 256, 0, None
+        while kept is None:
+            tried += 1
+            try:
+                kept = globals()[request](n)
+            except torch.OutOfMemoryError:
+                n //= 2
+        last = kept[-1]
+        return n, tried, last.sum().item()
+"""
+
+
+def test_a_program_that_halves_its_batch_finds_what_fits(node: TestNode) -> None:
+    """The error comes at the call, or soon after the one of many small ones that did not fit: of 5 MiB each, 256 and
+    128 and 64 are too many for a GPU of 256 MiB. Twice, as nothing of what did not fit is left.
+    """
+    for source, served in ((HALVING, {}), (HALVING.replace("def handle", "async def handle"), {"concurrency": 2})):
+        node.deployed("halving", source, **served)
+        for way in ("computed", "uploaded", "result", "many_computed", "many_uploaded") * 2:
+            total = 256.0 if not way.startswith("many") else 256.0 * (5 << 10)
+            assert node.result("halving", way) == [32, 4, total], (way, served)
+    still_good(node)
+
+
 @needs.COMPILER
 def test_n1_what_could_not_be_computed_is_the_error_and_not_its_form(node: TestNode) -> None:
     source = "import torch\ndef load(): pass\ndef handle(_, n): return torch.ones(n, device='cuda')\n"

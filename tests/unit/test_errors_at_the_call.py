@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, linalg
 
 from dormouse.client_shim import torch_private
-from dormouse.client_shim.commands import telling
+from dormouse.client_shim.stream.live_storages import Large
 from dormouse.gpuserver.commands.operators import refusal
 
 CUDA = "cuda"
@@ -222,21 +222,42 @@ def test_a_refused_operation_names_a_way_on() -> None:
 
 def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program halves its batch when the GPU is full; what surely fits makes no round trip."""
-    monkeypatch.setattr(telling.Large, "nbytes", 1 << 16)
-    answers = loopback.stream.answers
-    host = torch.ones(1 << 14)
+    monkeypatch.setattr(Large, "nbytes", 1 << 16)
+    stream, answers = loopback.stream, loopback.stream.answers
+    host = torch.ones(1 << 15)
     model = host.to(CUDA)
-    assert (loopback.stream.leased, answers.round_trips) == (False, 0), "what load() uploads goes to the store"
+    assert (stream.leased, answers.round_trips) == (False, 0), "what load() uploads goes to the store"
+    stream.commit()
     loopback.begin_lease()
     assert torch.equal(model.cpu(), host)
     answers.round_trips = 0
-    small, large = torch.empty(1 << 8, device=CUDA), torch.empty(1 << 14, device=CUDA)
+    small, large = torch.empty(1 << 8, device=CUDA), torch.empty(1 << 15, device=CUDA)
     assert answers.round_trips == 1
     torch.cat([small, small])
     assert answers.round_trips == 1
     torch.cat([large.fill_(1.0), small])
     assert answers.round_trips == 2
-    refused = 1 << 41
-    with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="memory"):
-        torch.empty(refused >> 3, device=CUDA)
-    assert large.sum().item() == 1 << 14
+    held = stream.held_nbytes
+    for refused in (lambda: torch.empty(1 << 38, device=CUDA), lambda: model[:1].expand(1 << 38) + 1):
+        with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="memory"):
+            refused()
+        assert stream.held_nbytes == held, "nothing is left of it"
+    assert large.sum().item() == 1 << 15
+
+
+def test_many_small_that_add_up_are_waited_for_together(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed or uploaded; those that have died do not count."""
+    monkeypatch.setattr(Large, "nbytes", 1 << 16)
+    loopback.begin_lease()
+    answers = loopback.stream.answers
+    host = torch.ones(1 << 11)  # of which the ninth is waited for
+    for make in (lambda: host.to(CUDA), lambda: torch.ones(1 << 11, device=CUDA)):
+        torch.cuda.synchronize()
+        answers.round_trips = 0
+        for _ in range(100):
+            make()
+        assert answers.round_trips == 0
+        kept = [make() for _ in range(100)]
+        assert answers.round_trips == 11
+        assert len({each.sum().item() for each in kept}) == 1
+        del kept
