@@ -189,11 +189,11 @@ def test_a_program_that_halves_its_batch_finds_what_fits(node: TestNode) -> None
     """The error comes at the call, or soon after the one of many small ones that did not fit: of 5 MiB each, 256 and
     128 and 64 are too many for a GPU of 256 MiB. Twice, as nothing of what did not fit is left.
     """
-    for source, served in ((HALVING, {}), (HALVING.replace("def handle", "async def handle"), {"concurrency": 2})):
-        node.deployed("halving", source, **served)
+    for source, count in ((HALVING, 1), (HALVING.replace("def handle", "async def handle"), 2)):
+        node.deployed("halving", source, concurrency=count)
         for way in ("computed", "uploaded", "result", "many_computed", "many_uploaded") * 2:
             total = 256.0 if not way.startswith("many") else 256.0 * (5 << 10)
-            assert node.result("halving", way) == [32, 4, total], (way, served)
+            assert node.result("halving", way) == [32, 4, total], (way, count)
     still_good(node)
 
 

@@ -238,7 +238,9 @@ def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.Monke
     torch.cat([large.fill_(1.0), small])
     assert answers.round_trips == 2
     held = stream.held_nbytes
-    for refused in (lambda: torch.empty(1 << 38, device=CUDA), lambda: model[:1].expand(1 << 38) + 1):
+    ways: list[Callable[[], Tensor]]
+    ways = [lambda: torch.empty(1 << 38, device=CUDA), lambda: model[:1].expand(1 << 38) + 1]
+    for refused in ways:
         with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="memory"):
             refused()
         assert stream.held_nbytes == held, "nothing is left of it"
@@ -251,7 +253,8 @@ def test_many_small_that_add_up_are_waited_for_together(loopback: Any, monkeypat
     loopback.begin_lease()
     answers = loopback.stream.answers
     host = torch.ones(1 << 11)  # of which the ninth is waited for
-    for make in (lambda: host.to(CUDA), lambda: torch.ones(1 << 11, device=CUDA)):
+    ways: list[Callable[[], Tensor]] = [lambda: host.to(CUDA), lambda: torch.ones(1 << 11, device=CUDA)]
+    for make in ways:
         torch.cuda.synchronize()
         answers.round_trips = 0
         for _ in range(100):
