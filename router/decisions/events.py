@@ -218,6 +218,7 @@ class Drop:
     """The request's fate: nobody is left to answer."""
 
     request: int
+    timing: Timing = Timing()
 
 
 @dataclass(frozen=True, slots=True)

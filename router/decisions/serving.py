@@ -60,7 +60,7 @@ def left(p: RouterState, number: int) -> None:
     request = p.requests.pop(number, None)
     if request is None:
         return
-    p.out.append(e.Drop(number))
+    p.out.append(e.Drop(number, request.timing(p.now_s)))
     if request.phase is not Phase.RUNNING:
         _withdraw(p, request)
         return

@@ -192,7 +192,7 @@ class Requests:
                 if late:
                     stats.late += 1
                     stats.tokens.in_time.append(0.0)
-            case e.Drop():
+            case e.Drop(timing=timing):
                 stats.failed(code)
         if served is not None and served.spec == request.spec and (late or code == "ok"):
             stats.lately.add(served.spec, time.monotonic(), late=late, failed=failed)

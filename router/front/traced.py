@@ -11,8 +11,8 @@ def traced(
     trace: Trace, request_id: str, function: str, tenant: str, outcome: Outcome, code: str, ended_ns: int
 ) -> m.TracedRequest:
     """``ended_ns`` is of the Unix clock, which is asked once: it may be set while a request runs."""
-    timing = e.Timing() if isinstance(outcome, e.Drop) else outcome.timing
     status = 200 if isinstance(outcome, e.Answer) else outcome.failure.status if isinstance(outcome, e.Fail) else 0
+    timing = outcome.timing
     spent_s = parts(timing)
     return m.TracedRequest(
         trace=trace.parent,
