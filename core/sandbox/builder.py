@@ -12,9 +12,11 @@ import re
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dormouse.core.requirements import CUDA
@@ -23,6 +25,16 @@ from dormouse.schemas.messages.zygote import BuildOrder
 
 RESULT: Final = "result.json"
 SITE: Final = "site"
+WITHOUT_CUDA: Final = {
+    "faiss-gpu": "faiss-cpu",
+    "faiss-gpu-cu12": "faiss-cpu",
+    "onnxruntime-gpu": "onnxruntime",
+    "paddlepaddle-gpu": "paddlepaddle",
+    "tensorflow": "tensorflow-cpu",
+    "xgboost": "xgboost-cpu",
+}
+"""Of packages that bring parts of CUDA, those that are the same without."""
+
 WORDS: Final = 3000
 """Of pip's last words, at most."""
 
@@ -70,7 +82,7 @@ def _built(place: Path, order: BuildOrder, requirements: bytes, proxy: str) -> d
     print("the node looks for what the function needs", flush=True)
     pip.run("install", "--dry-run", "--report", str(report), "-r", str(wanted), "-c", str(constraints))
     found = json.loads(report.read_text())["install"]
-    lines = [_locked(each, held) for each in found]
+    lines = [_locked(each, found, held) for each in found]
     (place / SITE).mkdir()
     if lines:
         lock = place / "lock.txt"
@@ -90,13 +102,44 @@ def _held() -> dict[str, str]:
     return {name: version for name, version in found.items() if name not in ("pip", "dormouse")}
 
 
-def _locked(found: dict[str, Any], held: dict[str, str]) -> str:
+def wanting(name: str, report: list[dict[str, Any]]) -> list[str]:
+    """Who brings a package, by pip's report: a requirement of the function's first, the one that names it last."""
+    needs = {
+        str(canonicalize_name(each["metadata"]["name"])): {
+            str(canonicalize_name(Requirement(said).name)) for said in each["metadata"].get("requires_dist", [])
+        }
+        for each in report
+    }
+    asked = {str(canonicalize_name(each["metadata"]["name"])) for each in report if each.get("requested")}
+    chains, seen = [[name]], {name}
+    for chain in chains:
+        if chain[0] in asked:
+            return chain[:-1]
+        more = [each for each, named in needs.items() if chain[0] in named and each not in seen]
+        seen.update(more)
+        chains += [[each, *chain] for each in more]
+    return chains[-1][:-1]
+
+
+def _instead(name: str, report: list[dict[str, Any]]) -> str:
+    """What to do about a part of CUDA."""
+    chain = wanting(name, report)
+    if not chain:
+        return "leave it out"
+    why = ", ".join(f"{one} wants {other}" for one, other in pairwise([*chain, name]))
+    for each in chain:
+        if each in WITHOUT_CUDA:
+            return f"{why}: write {WITHOUT_CUDA[each]} instead, which is the same without CUDA"
+    return f"{why}: leave {chain[0]} out, or write a build of it without CUDA"
+
+
+def _locked(found: dict[str, Any], report: list[dict[str, Any]], held: dict[str, str]) -> str:
     """A line of the lock file. Raises BuildFailed for what cannot be in an environment."""
     name, version = str(canonicalize_name(found["metadata"]["name"])), found["metadata"]["version"]
     if CUDA.fullmatch(name):
         text = (
             f"the requirements bring {name} {version}, a part of CUDA, which no instance has: it computes on GPUs "
-            f"through the node's torch {held.get('torch', '')}; leave out what needs it"
+            f"through the node's torch {held.get('torch', '')}; {_instead(name, report)}"
         )
         raise BuildFailed("cuda_refused", text)
     if name in held:

@@ -265,6 +265,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
         ("old-torch", "torch_held", "old-torch 1.0 depends on torch==1.0"),
         ("other-numpy", "version_held", "is in use, and another cannot be: The conflict is caused by: other-numpy 1.0"),
         ("gpu-only", "cuda_refused", "nvidia-cublas-cu12 12.0, a part of CUDA"),
+        ("gpu-only", "cuda_refused", "gpu-only wants nvidia-cublas-cu12: leave gpu-only out, or write a build of it"),
         ("escape", "build_failed", "outside the target directory"),
         ("absolute", "build_failed", "outside the target directory"),
         ("linked-folder", "build_failed", "Is a directory"),

@@ -1,9 +1,11 @@
 """What a build of libraries says when pip has failed: with pip itself."""
 
+from typing import Any
+
 import pytest
 
 from dormouse.core.node.ports import reserved_port
-from dormouse.core.sandbox.builder import BuildFailed, _Pip
+from dormouse.core.sandbox.builder import BuildFailed, _locked, _Pip, wanting
 from dormouse.schemas.messages import BuildOrder
 
 
@@ -18,3 +20,42 @@ def test_an_index_that_cannot_be_reached_is_no_fault_of_the_requirements() -> No
         "the package index cannot be reached ([Errno 111] Connection refused); [environments] index in the node file "
         "names it",
     )
+
+
+def _found(name: str, *needs: str, requested: bool = False) -> dict[str, Any]:
+    metadata = {"name": name, "version": "1", "requires_dist": list(needs)}
+    return {"metadata": metadata, "requested": requested, "download_info": {}}
+
+
+REPORT = [
+    _found("mine", "Trees>=2", requested=True),
+    _found("other", "numpy", requested=True),
+    _found("trees", 'XGBoost[sklearn]>1; python_version > "3"'),
+    _found("xgboost", "numpy", "nvidia_nccl_cu12; platform_system == 'Linux'"),
+    _found("nvidia-nccl-cu12"),
+    _found("own", "nvidia-cublas-cu12", requested=True),
+    _found("nvidia-cublas-cu12"),
+    _found("triton", requested=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "nvidia-nccl-cu12",
+            "mine wants trees, trees wants xgboost, xgboost wants nvidia-nccl-cu12: write xgboost-cpu instead",
+        ),
+        ("nvidia-cublas-cu12", "own wants nvidia-cublas-cu12: leave own out, or write a build of it without CUDA"),
+        ("triton", "leave it out"),
+    ],
+)
+def test_who_brings_a_part_of_cuda_is_named_with_what_to_write_instead(name: str, says: str) -> None:
+    with pytest.raises(BuildFailed) as refused:
+        _locked(_found(name), REPORT, {"torch": "2.13.0"})
+    assert refused.value.code == "cuda_refused"
+    assert f"the node's torch 2.13.0; {says}" in str(refused.value)
+
+
+def test_what_requires_itself_is_looked_at_once() -> None:
+    assert wanting("a", [_found("a", "b"), _found("b", "a")]) == ["b"]
