@@ -50,6 +50,7 @@ class Actor:
         self.down: dict[str, str] = {}
         self.ended: dict[str, tuple[int, float]] = {}
         self.left: dict[str, tuple[int, float]] = {}
+        self.leaving = False  # a successor takes over
         self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
@@ -99,6 +100,7 @@ class Actor:
             case m.Blame():
                 self.blamed(message)
             case m.Leave():
+                self.leaving = True
                 self.leave(message.within_ms / 1000)
             case m.Shutdown():
                 self.orderly = True

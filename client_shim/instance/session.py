@@ -16,15 +16,17 @@ import torch
 
 from dormouse.client_shim import torch_device
 from dormouse.client_shim.instance import report
+from dormouse.client_shim.instance.session_end import EndOfSession
 from dormouse.client_shim.node.attachment import attach
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
+from dormouse.core.exits import SESSION_ENDED, UNREACHABLE
 from dormouse.core.startup import read_node_config
 from dormouse.core.terminal import harmless
-from dormouse.schemas.errors import DormouseError
+from dormouse.schemas.errors import DormouseError, PeerLost
 
-USAGE: Final = "usage: dormouse run [-i] [SCRIPT.py [ARGS...]]"
+USAGE: Final = "usage: dormouse run [--restart] [-i] [SCRIPT.py [ARGS...]]"
 
 
 class IdleWatch:
@@ -72,7 +74,9 @@ def give_back(stream: Stream) -> None:
 
 
 def main(argv: list[str], run: str) -> int:
-    """Run a script, or a prompt. Exit status: the script's; 1 if it raised, 2 if there is no node or no such script."""
+    """Run a script, or a prompt. Exit status: the script's; 1 if it raised, 2 if there is no such script, 4 if there is
+    no node, 75 if the session has ended before the script.
+    """
     interactive = not argv or argv[0] == "-i"
     arguments = argv[1:] if argv[:1] == ["-i"] else argv
     if arguments and not os.path.isfile(arguments[0]):
@@ -83,23 +87,28 @@ def main(argv: list[str], run: str) -> int:
         idle_ms = read_node_config(run).limits.idle_ms
     except (DormouseError, OSError) as error:
         print(f"dormouse: {harmless(str(error))}", file=sys.stderr)
-        return 2
+        return UNREACHABLE if isinstance(error, PeerLost) else 2
     backend = NodeBackend(attachment.directory, attachment.stream_area, tie=attachment)
     torch_device.hide_gpus()
     stream = install(backend, attachment.device)
     os.register_at_fork(after_in_child=attachment.close)  # the session ends with this process, not with its children
     watch = IdleWatch(stream, idle_ms / 1000)
+    end = None if interactive else EndOfSession(attachment)  # a person reads of it, and has names to look at
     pid = os.getpid()
     try:
         status = _run(arguments, interactive)
     finally:
         if os.getpid() == pid:  # else the program has forked, and the lease is its parent's
+            if end is not None:
+                end.close()
             watch.close()
             if not attachment.over:  # else the program was told
                 give_back(stream)
             attachment.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    if os.getpid() == pid and end is not None and (end.interrupted or (status and attachment.over)):
+        return SESSION_ENDED
     return status
 
 

@@ -14,7 +14,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.core.version import expect_same_version
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 ATTACH_S: Final = 10.0  # the router answers at once, or is not there
 
@@ -66,17 +66,19 @@ class Attachment:
 
 
 def attach(run: str) -> Attachment:
-    """Ask the node's router for an identity. Raises ConfigError saying what to do when there is none to be had."""
+    """Ask the node's router for an identity. Raises PeerLost when there is none to be had now, ConfigError when
+    the node runs another Dormouse; both say what to do.
+    """
     try:
         expect_same_version(run)
         connection: Connection = PacketSocket.connect(RunPaths(run).attach, m.FromAttach, ATTACH_S)
         connection.send(m.AttachSession(name=f"run-{os.getpid()}", pid=os.getpid()))
         answer = connection.recv()
     except (PeerLost, OSError) as error:
-        raise ConfigError(f"no node runs in {run} ({error}); start one with `dormouse up`") from error
+        raise PeerLost(f"no node runs in {run} ({error}); start one with `dormouse up`") from error
     if answer is None:
-        raise ConfigError(f"the node in {run} is shutting down; start it again with `dormouse up`")
+        raise PeerLost(f"the node in {run} is shutting down; start it again with `dormouse up`")
     message, fds = answer
     if not isinstance(message, m.Attached):
-        raise ConfigError(f"the node refused this session: {message.text}")
+        raise PeerLost(f"the node refused this session: {message.text}")
     return Attachment(connection, message, SharedMemory.adopt(fds[0], message.arena.nbytes))

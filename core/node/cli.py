@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
+from dormouse.core.exits import UNREACHABLE
 from dormouse.core.node import (
     cli_audit,
     cli_backup,
@@ -35,7 +36,6 @@ from dormouse.core.node.cli_frame import (
     INTERRUPTED,
     NOT_FOUND,
     REFUSED,
-    UNREACHABLE,
     USAGE,
     CommandContext,
     begin,

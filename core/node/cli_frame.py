@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from dormouse.core.node.adminclient import AdminClient
 
-FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
+FAILED, USAGE, NOT_FOUND, REFUSED = 1, 2, 3, 5  # and UNREACHABLE
 INTERRUPTED: Final = 130
 
 Command = TypeVar("Command", bound=Callable[..., Any])

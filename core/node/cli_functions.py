@@ -255,13 +255,21 @@ def restart(context: CommandContext, name: str, json_: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--restart", "again", is_flag=True, help="Run it again when its node was replaced or has come back.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT.py [ARGS]...]")
 @pass_context
-def run(context: CommandContext, arguments: tuple[str, ...]) -> None:
+def run(context: CommandContext, again: bool, arguments: tuple[str, ...]) -> None:
     """Run a Python program whose `cuda` is the node's pool.
 
     Without SCRIPT.py, an interpreter.
+
+    What a program has on the GPU ends with the node that it was started on. A program that goes on all the same is
+    interrupted, as with Ctrl-C, and ends with status 75; with --restart it is run again.
     """
+    if again:
+        from dormouse.core.node.runagain import run_again
+
+        sys.exit(run_again(["--run", str(context.directory), "run", *arguments]))
     if not (context.directory / "t" / "attach").exists():
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
     from dormouse.client_shim.instance import session

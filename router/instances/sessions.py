@@ -25,6 +25,7 @@ class Node(Protocol):
 
     device: m.DeviceInfo | None
     instances: Instances
+    leaving: bool
     log: Any
     orderly: bool
     policy: RequestPolicy
@@ -105,10 +106,13 @@ class Sessions:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        stopped = "the node was stopped; start it again with `dormouse up`"
-        failed = "the node's router failed and all is started anew; run the program again"
+        text = "the node's router failed and all is started anew; run the program again"
+        if self._node.leaving:
+            text = "the node was replaced (`dormouse up --replace`); run the program again"
+        elif self._node.orderly:
+            text = "the node was stopped; start it again with `dormouse up`, then run the program again"
         for connection in self._by_instance.values():
-            self._say(connection, m.SessionEnd(text=stopped if self._node.orderly else failed), [])
+            self._say(connection, m.SessionEnd(text=text), [])
         for connection in self._connections:
             connection.close()
         self._connections.clear()

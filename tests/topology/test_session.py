@@ -111,3 +111,42 @@ def test_without_a_node_the_error_says_what_to_do() -> None:
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 4
     assert "dormouse up" in outcome.stderr
+
+
+def test_a_program_that_goes_on_whatever_fails_is_run_again_on_the_node_that_took_over() -> None:
+    """As a server does, to which each error is one request's."""
+    program = """
+        import os, time, torch
+        x = torch.ones(8, device="cuda")
+        print("computing", x.sum().item(), os.getpid(), flush=True)
+        while True:
+            try:
+                (x + 1).sum().item()
+            except RuntimeError as error:
+                print(error, flush=True)
+            time.sleep(0.05)
+    """
+    with running_node('[gpu]\ncount = 1\nmemory = "128MiB"\n') as node:
+        script = node.directory / "server.py"
+        script.write_text(textwrap.dedent(program))
+        command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, "--restart", str(script)], stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None
+            try:
+                _, _, first = process.stdout.readline().split()
+                node.replace()
+                failed, line = set(), process.stdout.readline()
+                while line and not line.startswith("computing"):
+                    failed.add(line.strip())
+                    line = process.stdout.readline()
+                assert line.split()[:2] == ["computing", "8.0"]
+                assert line.split()[2] != first
+                (said,) = failed
+                assert "the node was replaced (`dormouse up --replace`); run the program again" in said
+            finally:
+                process.terminate()
+            _, stderr = process.communicate(timeout=60)
+        assert "this program is interrupted" in stderr, stderr
+        assert "is run again in 1 s" in stderr, stderr
+        assert process.returncode == 128 + 15, stderr

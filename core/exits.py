@@ -1,0 +1,9 @@
+"""Exit statuses that more than the command line knows; the others are in core/node/cli_frame.py."""
+
+from typing import Final
+
+UNREACHABLE: Final = 4
+"""Of a command that finds no node."""
+
+SESSION_ENDED: Final = 75
+"""Of a `dormouse run` program whose node has gone: sysexits.h has it for "try again later"."""
