@@ -55,8 +55,17 @@ def _boundaries(arguments: Arguments) -> bool:
     return bool(arguments["boundaries"].dim() != 1)
 
 
-def _dtypes(arguments: Arguments) -> bool:
-    return bool(arguments["self"].dtype != arguments["values"].dtype)
+def _undilated(arguments: Arguments) -> bool:
+    return any(step < 1 for step in arguments.get("dilation", ()))
+
+
+def _without_order(arguments: Arguments) -> bool:
+    values = arguments["self"]
+    return bool(values.dtype.is_complex or (values.dim() == 0 and arguments["dim"] not in (0, -1)))
+
+
+def _two_dtypes(first: str, second: str) -> Callable[[Arguments], bool]:
+    return lambda arguments: bool(arguments[first].dtype != arguments[second].dtype)
 
 
 _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
@@ -80,7 +89,11 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _masked),
     "bucketize": _boundaries,
     "one_hot": lambda arguments: arguments.get("num_classes", -1) < 1,
-    "heaviside": _dtypes,
+    "heaviside": _two_dtypes("self", "values"),
+    "complex": _two_dtypes("real", "imag"),
+    "polar": _two_dtypes("abs", "angle"),
+    **dict.fromkeys(("convolution", *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3))), _undilated),
+    **dict.fromkeys(("cummax", "cummin"), _without_order),
 }
 """By an operation's name without overload."""
 
