@@ -68,6 +68,10 @@ def running(instance: Instance) -> int:
     return len(instance.open) if most_open(instance.spec) else int(instance.state is InstanceState.BUSY)
 
 
+def _running(picture: RouterState, function: ServedFunction) -> int:
+    return sum(running(picture.instances[each]) for each in function.instances)
+
+
 def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | None:
     """What is counted of it; None of what another tenant has had under its name, or if nobody has asked."""
     found = stats.get(spec.name)
@@ -75,9 +79,12 @@ def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | 
 
 
 def state(picture: RouterState, function: ServedFunction) -> str:
-    """That of its first instance, or why there is none."""
+    """That of its first instance, or why there is none; busy as long as anything runs: another may be, and that of a
+    language model is idle to the policy while it has room for more.
+    """
     if (instance := picture.instances.get(function.instance or "")) is not None:
-        return instance.state.value
+        at_work = instance.state is InstanceState.IDLE and _running(picture, function)
+        return (InstanceState.BUSY if at_work else instance.state).value
     return "quarantined" if function.quarantine else "failed" if function.failure is not None else "waiting"
 
 
@@ -110,7 +117,7 @@ def functions(
                 "max_instances": limit(picture, function),
                 "writes": function.writes,
                 "queued": len(function.queue),
-                "running": sum(running(picture.instances[each]) for each in function.instances),
+                "running": _running(picture, function),
                 "jobs": jobs(name, spec.tenant),
                 **(stat := own(stats, spec) or NOTHING).summary(),
                 "recent": stat.lately.told(spec, now_s),

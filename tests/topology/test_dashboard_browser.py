@@ -1,6 +1,7 @@
 """The dashboard as a person has it: a real node, and a real Chromium without a screen."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,10 @@ def test_a_deploy_appears_and_a_removal_disappears(node: TestNode, page: Browser
 def test_a_request_moves_the_timeline_and_the_memory_maps(node: TestNode, page: Browser) -> None:
     assert page.run("return document.querySelector('[data-timeline]').dataset.spans") in ("0", None)
     assert node.result("mood", 1) == 1 << 20
-    page.wait(lambda: page.text("[data-timeline]").startswith("1 requests in 60 s"), "the request")
+    page.wait(lambda: page.text("[data-timeline]").startswith("1 request in the "), "the request")
+    watched = re.match(r"1 request in the (\d+) s that this page has watched: ", page.text("[data-timeline]"))
+    assert watched is not None
+    assert int(watched[1]) < 60
     page.wait(lambda: page.run("return document.querySelectorAll('[data-stop=\"f:mood\"]').length") >= 1, "its model")
     shades = page.run(
         """const canvas = document.querySelector("canvas"), data = canvas.getContext("2d").getImageData(
@@ -141,6 +145,34 @@ def test_an_executor_that_is_killed_shows_and_recovers(node: TestNode, page: Bro
     page.wait(lambda: page.run("return document.querySelector('[data-gpu=\"1\"]').dataset.state") == "up", "its return")
     assert "down" in page.run("return window.seen")
     assert node.result("mood", 1) == 1 << 20
+
+
+def test_what_fails_is_red_and_its_numbers_are_on_a_telephones_screen(node: TestNode, page: Browser) -> None:
+    node.deployed("sour", FUNCTION)
+    row = """const row = document.querySelector('tr[data-function="sour"]');"""
+    try:
+        page.wide(390, 844)
+        for _ in range(5):
+            assert node.invoke("sour", "fail").status == 500
+        page.wait(lambda: page.run(row + "return row?.className") == "broken", "the failures")
+        assert "sour fails: its last 5 requests failed" in page.text("#problems")
+        assert functions(page)[0] == "sour", "before what is well"
+        red = page.run(row + "return [row, ...row.cells].map((cell) => getComputedStyle(cell).backgroundColor)")
+        assert "rgb(58, 29, 26)" in red
+        cells = page.run(
+            row
+            + """return Object.fromEntries([...row.cells].filter((cell) => cell.offsetWidth).map((cell) => {
+                       const at = cell.getBoundingClientRect();
+                       return [cell.dataset.column ?? "name", [cell.textContent, at.left >= 0 && at.right <= 390]];
+                     }))"""
+        )
+        assert (cells["errors"], cells["in time"]) == (["5", True], ["0.0%", True])
+        assert [name for name, (_, inside) in cells.items() if not inside] == []
+        assert page.run("return document.documentElement.scrollWidth") == 390
+    finally:
+        page.wide(0, 0)
+        node.remove("sour")
+    page.wait(lambda: functions(page) == ["mood"], "it to be gone")
 
 
 def test_the_keyboard_reaches_everything(node: TestNode, page: Browser) -> None:
@@ -181,12 +213,12 @@ def test_the_keyboard_reaches_everything(node: TestNode, page: Browser) -> None:
 
 def test_arrows_go_along_the_timeline_and_the_maps(node: TestNode, page: Browser) -> None:
     node.result("mood", 1)
-    page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "the request")
+    page.wait(lambda: page.text("[data-timeline]").startswith("1 request "), "the request")
     page.run("document.querySelector('canvas').focus()")
     page.press("right")
     page.wait(lambda: page.text("[data-timeline]").startswith("mood on GPU "), "words about it")
     page.press("escape")
-    page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "words about all")
+    page.wait(lambda: page.text("[data-timeline]").startswith("1 request "), "words about all")
     page.wait(lambda: page.run("return document.querySelector('[data-stop=\"f:mood\"]') !== null"), "its model")
     page.run("document.querySelector('[data-stop=\"f:mood\"]').focus()")
     page.press("right")
@@ -216,7 +248,7 @@ def test_a_router_that_is_started_again_is_found_again(node: TestNode, page: Bro
     page.wait(lambda: page.text("#link").startswith("not connected"), "the page to know")
     page.wait(lambda: page.text("#link") == "live", "the stream")
     assert node.result("mood", 1) == 1 << 20
-    page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "the request")
+    page.wait(lambda: page.text("[data-timeline]").startswith("1 request "), "the request")
     page.console()  # where it says that it was cut off
 
 
@@ -415,4 +447,4 @@ def test_a_language_models_answer_appears_as_it_is_made(window: Browser, tmp_pat
             assert page.run("return window.parts") > 2
             page.wait(lambda: "first token" in page.text("#one dl"), "its time")
             page.run("location.hash = '#'")
-            page.wait(lambda: page.text("[data-timeline]").startswith("1 requests"), "it on the timeline")
+            page.wait(lambda: page.text("[data-timeline]").startswith("1 request "), "it on the timeline")

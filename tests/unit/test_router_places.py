@@ -8,6 +8,7 @@ from router_rig import Rig, loaded, one, said, spec
 from dormouse.router.admin import overview
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.places import HELD_S
+from dormouse.router.decisions.state import InstanceState
 from dormouse.schemas import messages as m
 
 YEAR_MS = 365 * 86_400_000
@@ -108,3 +109,13 @@ def test_what_loads_and_what_waits_for_a_place_is_listed() -> None:
     }
     shown = [(row["function"], row["tenant"], row["for"], row["instance"], row["since_ms"]) for row in rows[1:]]
     assert shown == [("new1", "b", "deploy", "i2", 1000), ("new2", "b", "deploy", None, None)]
+
+
+def test_what_runs_anything_is_busy_though_it_has_room_for_more() -> None:
+    rig = loaded(spec(concurrency=4, stateless=True))
+    (function,) = rig.policy.picture.functions.values()
+    assert overview.state(rig.policy.picture, function) == "idle"
+    rig.arrive()
+    assert rig.state("i1") is InstanceState.IDLE
+    rows = overview.functions(rig.policy.picture, {}, lambda name, tenant: {}, rig.now_s)
+    assert [(row["state"], row["running"]) for row in rows] == [("busy", 1)]

@@ -54,14 +54,14 @@ function processes() {
 
 function draw() {
   drawn = true;
-  const node = state.node, notes = processes();
+  const node = state.node, notes = [...processes(), ...(state.node.intended ?? [])];
   document.title = `${state.problems.length ? `(${state.problems.length}) ` : ""}${node.name ?? "Dormouse"}`;
   text(byId("node"), [node.name, node.address].filter(Boolean).join(" at "));
   const box = byId("problems");
   box.className = state.problems.length ? "bad" : "";
   box.replaceChildren(
-    ...(state.problems.length + notes.length
-      ? [h("ul", {}, [...state.problems, ...notes].map((problem) => h("li", {}, problem)))]
+    ...(state.problems.length + notes.length // a process that has died first: all else may come of it
+      ? [h("ul", {}, [...notes, ...state.problems].map((problem) => h("li", {}, problem)))]
       : connected ? [h("span", {}, "Nothing is wrong.")] : []),
   );
   parts.gpus.draw(state);

@@ -6,7 +6,8 @@ const LATER_MS = 1000; // rows change places no more often than this
 
 const latency = (row) => row.llm?.ttft_ms?.p99 ?? row.p99_ms;
 const wanted = (row) => row.llm?.wanted_ttft_ms ?? row.deadline_ms;
-const wrong = (row) => (row.broken ? 0 : row.late ? 1 : row.running + row.queued ? 2 : 3);
+const wrong = (row) => (row.broken ? 0 : row.failing ? 1 : row.late ? 2 : row.running + row.queued ? 3 : 4);
+const said = (row) => (row.failing && !row.broken ? `${row.state}, fails` : row.state);
 const on = (row) => Object.keys(row.gpu_nbytes ?? {}).filter((gpu) => row.gpu_nbytes[gpu]);
 const where = (row) => {
   const gpus = on(row);
@@ -19,11 +20,11 @@ const where = (row) => {
 // title, class, what it says, what it is sorted by; the greatest first where `down`
 const COLUMNS = [
   ["function", "name", null, (row, name) => name],
-  ["state", "", (row) => (row.deploying ? `${row.state}, deploying` : row.state), (row) => row.state],
+  ["state", "", (row) => (row.deploying ? `${said(row)}, deploying` : said(row)), (row) => row.state],
   ["queue", "n", (row) => row.queued || "", (row) => row.queued, true],
   ["running", "n", (row) => row.running || "", (row) => row.running, true],
   ["requests", "n", (row) => row.requests || "", (row) => row.requests, true],
-  ["errors", "n", (row) => row.errors || "", (row) => row.errors, true],
+  ["errors", "n errors", (row) => row.errors || "", (row) => row.errors, true],
   ["p50", "n", (row) => ms(row.llm?.ttft_ms?.p50 ?? row.p50_ms), (row) => row.llm?.ttft_ms?.p50 ?? row.p50_ms ?? -1, true],
   ["p99", "n time", (row) => ms(latency(row)), (row) => latency(row) ?? -1, true],
   ["deadline", "n", (row) => ms(wanted(row)), (row) => wanted(row)],
@@ -90,7 +91,7 @@ export class Functions {
       known = this.make(name);
       this.rows.set(name, known);
     }
-    known.element.className = row.broken ? "broken" : row.late ? "late" : "";
+    known.element.className = row.broken || row.failing ? "broken" : row.late ? "late" : "";
     for (const [index, [, , say]] of COLUMNS.entries()) if (say !== null) text(known.cells[index], say(row));
     const error = known.cells[COLUMNS.length - 1];
     if (error.title !== (row.error ?? "")) error.title = row.error ?? "";
@@ -99,8 +100,8 @@ export class Functions {
   make(name) {
     const dot = h("i", { class: "dot" });
     dot.style.backgroundColor = colour(name);
-    const cells = COLUMNS.map(([, kind, say]) => say === null
-      ? h("td", { class: kind, title: name }, dot, h("a", { href: link(name) }, name)) : h("td", { class: kind }));
+    const cells = COLUMNS.map(([title, kind, say]) => say === null
+      ? h("td", { class: kind, title: name }, dot, h("a", { href: link(name) }, name)) : h("td", { class: kind, "data-column": title }));
     return { cells, element: h("tr", { "data-function": name }, cells) };
   }
 
@@ -115,11 +116,11 @@ export class Functions {
 
   keeps(name, row) {
     const only = this.only.value, words = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    if (only === "wrong" && wrong(row) > 1) return false;
+    if (only === "wrong" && wrong(row) > 2) return false;
     if (only === "busy" && !(row.running + row.queued)) return false;
     if (only === "gpu" && !on(row).length) return false;
-    const said = words.length ? `${name} ${row.state} ${row.tenant} ${where(row)} ${row.error ?? ""}`.toLowerCase() : "";
-    return words.every((word) => said.includes(word));
+    const text = words.length ? `${name} ${said(row)} ${row.tenant} ${where(row)} ${row.error ?? ""}`.toLowerCase() : "";
+    return words.every((word) => text.includes(word));
   }
 
   compare([name, row], [other, than]) {
@@ -148,9 +149,9 @@ export class Functions {
       this.order = order;
       this.body.replaceChildren(...seen.map(([name]) => this.rows.get(name).element));
     }
-    const bad = all.filter(([, row]) => wrong(row) < 2).length;
+    const bad = all.filter(([, row]) => wrong(row) < 3).length;
     text(this.count, `${seen.length === all.length ? all.length : `${seen.length} of ${all.length}`}` +
-      (bad ? `, ${bad} broken or late` : ""));
+      (bad ? `, ${bad} broken, failing or late` : ""));
     text(byId("functions-title"), `Functions (${all.length})`);
   }
 }

@@ -44,6 +44,7 @@ export class Timeline {
   clock(now_s) {
     this.spans.clear(); // of before: a router that was started anew has another clock, and what was open has ended
     this.ahead_s = now_s - performance.now() / 1000;
+    this.since_s = now_s; // of what was before nothing is known but what runs still
     this.request();
   }
 
@@ -111,6 +112,7 @@ export class Timeline {
     const now_s = this.now_s, from_s = now_s - WINDOW_S;
     const { rows, placed } = this.placed(from_s, now_s);
     const order = [...rows.keys()].sort((a, b) => a - b), tops = new Map();
+    const since_s = Math.max(from_s, Math.min(now_s, this.since_s ?? now_s)); // before it nobody watched
     let height = TOP;
     for (const gpu of order) {
       tops.set(gpu, height);
@@ -132,7 +134,7 @@ export class Timeline {
     for (const gpu of order) {
       const top = tops.get(gpu), tall = Math.max(1, rows.get(gpu).length) * (LANE + GAP);
       c.fillStyle = hue.free;
-      c.fillRect(LEFT, top, width - LEFT - 6, tall);
+      c.fillRect(at(since_s), top, width - 6 - at(since_s), tall);
       c.fillStyle = hue.text;
       c.fillText(gpu < 0 ? "elsewhere" : `GPU ${gpu}`, 4, top + tall / 2);
     }
@@ -184,7 +186,9 @@ export class Timeline {
     for (const [span] of placed) counts[span.source || "unknown"] = (counts[span.source || "unknown"] ?? 0) + 1;
     const parts = Object.entries(counts).map(([source, count]) => `${count} ${SOURCES[source] ?? "from a place not known"}`);
     const running = placed.filter(([span]) => span.ended === null).length;
-    text(this.told, `${placed.length} requests in ${WINDOW_S} s` + (parts.length ? `: model ${parts.join(", ")}` : "") +
+    const watched_s = Math.max(0, Math.min(WINDOW_S, Math.floor(this.now_s - (this.since_s ?? this.now_s))));
+    const during = watched_s < WINDOW_S ? `the ${watched_s} s that this page has watched` : `${WINDOW_S} s`;
+    text(this.told, `${placed.length} request${placed.length === 1 ? "" : "s"} in ${during}` + (parts.length ? `: model ${parts.join(", ")}` : "") +
       (running ? `; ${running} running` : "") + (this.dropped ? `; ${this.dropped} more were too many to show` : ""));
   }
 
