@@ -172,7 +172,7 @@ class Router(Actor):
         self._watch = Sampler(self, admin.status, gate.admits)
         administer = partial(adminhttp.route, admin, self.scrapes, self._watch, PageFiles())
         application = Application(self, gate, administer, JobsHttp(self.jobs))
-        self._http = HttpServer(self, application, self.requests.bodies.unread)
+        self._http = HttpServer(self, application, self.requests.bodies.unread, self.requests.turned_away)
         await self._http.listens()
         self._sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)

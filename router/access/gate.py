@@ -35,6 +35,7 @@ class Turned(NamedTuple):
     status: int
     failure: Failure | None
     headers: Pairs
+    asked: tuple[Caller, str] | None = None  # one that might be let in, but is too often; and what it has asked for
 
 
 class HttpGate:
@@ -72,8 +73,10 @@ class HttpGate:
         key = self.keys.find(h.token) if h.token is not None else None
         holder = self._holder(key) if key is not None else self.passes.find(h.token) if h.token is not None else None
         caller = self._rules.admit(route, h, holder, self.keys.wanted)
-        if not isinstance(caller, Refusal) and key is not None and key.rate_s:
-            caller = self._in_time(key) or caller
+        if not isinstance(caller, Refusal) and key is not None and key.rate_s and (late := self._in_time(key)):
+            if route.act not in access.ADMINISTRATIVE:
+                return _refused(late, extra)._replace(asked=(caller, name))
+            caller = late
         administrative = route.act in access.ADMINISTRATIVE
         if isinstance(caller, Refusal):
             if administrative:

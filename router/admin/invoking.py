@@ -36,14 +36,16 @@ class Invoking:
             await self._permits.may_informed(caller, act)
             if not tenancy.serves(caller, self._picture, act.name):
                 raise HttpError(queueing.absent(self._picture, act.name))
+            trace = traced(None, (), self._requests.trace_share)
+            labels = Labels(f"c{self._epoch}-{next(self._numbers)}", trace)  # of a command
             if (refusal := self._requests.refusal(act.name)) is not None:
-                raise refused(refusal)
+                error = refused(refusal)
+                self._requests.turned_away(error.failure, act.name, labels)
+                raise error
         except BaseException:  # cancelled, too: the caller has left
             body.close()
             raise
         body.kind = act.kind[:TYPE_NBYTES]
-        trace = traced(None, (), self._requests.trace_share)
-        labels = Labels(f"c{self._epoch}-{next(self._numbers)}", trace)  # of a command
         if act.detach:
             job, _ = await self._jobs.take(KeptRequest(act.name, "", labels, "", True), body)
             yield a.Said(data=self._jobs.kept.told(job))

@@ -157,6 +157,7 @@ class Scrapes:
                 gzip=gzip,
                 spans=self._node.traces.spans,
                 kept=self._kept() if whole else m.KeptCounted(),
+                refused=self._node.requests.refused if whole else {},
                 deaths={role: times for role, (times, _) in self._node.ended.items()},
             )
         )

@@ -57,6 +57,7 @@ class Exchange:
         self.scope = cycle.scope
         self.request_id = request_id
         self.extra: Pairs = ()  # headers of any answer
+        self.function: str | None = None  # that it is for, once that is known, until it is its request
         self.reads = False  # whether who asks may read functions' logs
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk

@@ -32,6 +32,7 @@ from dormouse.router.front.exchange import (
 from dormouse.router.front.heads import too_many_connections
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
+from dormouse.schemas.messages import Failure
 
 _PAGE: Final = (Path(__file__).parent / "trypage.html").read_bytes()
 _PAGE_HEADERS: Final = (
@@ -103,6 +104,7 @@ class Application:
         try:
             await self._route(exchange)
         except HttpError as error:
+            self._turned_away(exchange, error.failure)
             await exchange.fail(error.failure, [*error.headers], error.close)
         except ClientLeft:
             pass
@@ -112,12 +114,30 @@ class Application:
                 said = {"path": cycle.scope["path"], "request": request_id.decode()}
                 self._node.log.error("request_raised", **said, story=traceback.format_exc())
             if not exchange.begun:
-                await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
+                failure = failures.stopping() if ending else failures.internal()
+                self._turned_away(exchange, failure)
+                await exchange.fail(failure, [], close=True)
+
+    def _turned_away(self, x: Exchange, failure: Failure) -> None:
+        requests = self._node.requests
+        if x.function is None:
+            requests.turned_away(failure)
+        else:
+            requests.turned_away(failure, x.function, self._labels(x))
+
+    def _labels(self, x: Exchange) -> Labels:
+        share = self._node.requests.trace_share
+        trace = tracing.traced(x.header(b"traceparent"), x.fields(b"tracestate"), share)
+        return Labels(x.request_id.decode(), trace)
 
     async def _route(self, x: Exchange) -> None:
         entered = self._gate.judge(x.scope)
         x.extra = entered.headers
         if isinstance(entered, Turned):
+            if entered.asked is not None and tenancy.serves(
+                entered.asked[0], self._node.policy.picture, entered.asked[1]
+            ):
+                x.function = entered.asked[1]
             if entered.failure is not None:
                 raise HttpError(entered.failure, entered.status != 429)
             x.answer_empty(entered.status)
@@ -190,6 +210,7 @@ class Application:
         await requests.knows_catalogue()
         if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
+        x.function = name
         if (refusal := requests.drain.refusal()) is not None:  # before its body is read
             raise refused(refusal, close=True)
         infers = x.scope["path"].startswith("/v2/")
@@ -207,6 +228,7 @@ class Application:
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
+            x.function = name
             if infers:
                 body.kind = openinference.kind_of(x, picture.functions[name].spec, requests.body_nbytes)
             if most_open(picture.functions[name].spec) and body.nbytes > LLM_BODY_NBYTES:
@@ -219,11 +241,11 @@ class Application:
         if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        trace = tracing.traced(x.header(b"traceparent"), x.fields(b"tracestate"), requests.trace_share)
-        labels = Labels(x.request_id.decode(), trace)
+        labels = self._labels(x)
         if wish is not None:
             await self._jobs.take(x, wish, name, body, route, labels)
             return
+        x.function = None
         request, future = requests.submit(name, body, route, labels)
         if not future.done():
             x.when_left(partial(requests.leave, request))

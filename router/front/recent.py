@@ -1,5 +1,5 @@
 """A function's last requests, for `dormouse requests`: all, and those that failed, were late, or were cold, so that
-many good ones do not push out the few that are looked for. Bounded; no I/O.
+many good ones, and those that were turned away, do not push out the few that are looked for. Bounded; no I/O.
 """
 
 from collections import deque
@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 from dormouse.router.decisions.events import Timing
 
 Kind = Literal["", "slow", "failed", "cold"]
+_Kept = Kind | Literal["turned"]
 
 LAST: Final = 64
 """Of each kind."""
@@ -23,6 +24,7 @@ class Past(NamedTuple):
     timing: Timing
     late: bool  # for its function's deadline
     why: str = ""  # it failed
+    turned: bool = False  # away, before it was in its function's queue
 
     @property
     def took_s(self) -> float:
@@ -56,9 +58,12 @@ class LastRequests:
     """Of one function."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Kind, deque[Past]] = {"": deque(maxlen=LAST)}
+        self._kinds: dict[_Kept, deque[Past]] = {"": deque(maxlen=LAST)}
 
     def add(self, past: Past) -> None:
+        if past.turned:
+            self._keep("turned", past)
+            return
         self._kinds[""].append(past)
         if past.outcome not in ("ok", "cancelled"):
             self._keep("failed", past)
@@ -67,7 +72,7 @@ class LastRequests:
         if past.cold:
             self._keep("cold", past)
 
-    def _keep(self, kind: Kind, past: Past) -> None:
+    def _keep(self, kind: _Kept, past: Past) -> None:
         kept = self._kinds.get(kind)
         if kept is None:
             kept = self._kinds[kind] = deque(maxlen=LAST)
@@ -75,4 +80,5 @@ class LastRequests:
 
     def of(self, kind: Kind) -> list[Past]:
         """Oldest first."""
-        return list(self._kinds.get(kind, ()))
+        turned = self._kinds.get("turned", ()) if kind in ("", "failed") else ()
+        return sorted((*self._kinds.get(kind, ()), *turned), key=lambda past: past.at)

@@ -5,6 +5,7 @@ What becomes of a request is decided in router/decisions/policy.py.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ def not_run(outcome: Outcome) -> bool:
 
 NO_LABELS: Final = Labels()
 
+CODES: Final = 256
+"""That are counted one by one: there are fewer, but for what functions call their own."""
+
 
 @dataclass(slots=True)
 class _Open:
@@ -96,6 +100,7 @@ class Requests:
         part_nbytes = bodies_nbytes if picture.one_tenant else max(bodies_nbytes // 2, self.body_nbytes)
         self.bodies = Bodies(bodies_nbytes, part_nbytes)
         self.stats: dict[str, FunctionStats] = {}  # by function
+        self.refused: Counter[str] = Counter()  # by code: answers that are none of a known function
         self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
         self.export: Callable[[m.TracedRequest], None] | None = None  # is told what is over, of traces
         self.trace_share: float | None = None  # of requests without a trace, how many begin one; None: no export
@@ -118,6 +123,18 @@ class Requests:
             return self.drain.refusal()
         known = self._picture.functions.get(function)
         return None if known is None else self.tenants.enter(known.spec.tenant, time.monotonic())
+
+    def turned_away(self, failure: m.Failure, function: str | None = None, labels: Labels = NO_LABELS) -> None:
+        """One that has its answer before it is submitted. ``function``: that it is for, if its caller may ask that."""
+        known = None if function is None else self._picture.functions.get(function)
+        if function is None or known is None:
+            room = failure.code in self.refused or len(self.refused) < CODES
+            self.refused[failure.code if room else "other"] += 1
+            return
+        stats = self._stats_of(function, known.spec.tenant)
+        stats.turned_away(failure.code)
+        number, why = labels.trace.number, gist(failure.whole or failure.text)
+        stats.last.add(Past(time.time(), labels.id, number, failure.code, e.Timing(), False, why, turned=True))
 
     def submit(self, function: str, body: Body, route: str = "", labels: Labels = NO_LABELS) -> tuple[int, Answered]:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""

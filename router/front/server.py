@@ -22,6 +22,7 @@ from dormouse.router.front.exchange import raw_error
 from dormouse.router.front.http import Application
 from dormouse.router.front.places import ENDING, ConnectionPlaces
 from dormouse.router.front.tls import Certificate, TlsSocket
+from dormouse.schemas.messages import Failure
 
 KEEP_ALIVE_S: Final = 30
 TLS_IDLE_S: Final = 1.0
@@ -50,19 +51,27 @@ class Node(Protocol):
 
 class HttpServer(uvicorn.Server):
     """Leaves the process's signal handlers alone, and looks at all connections once a second: ``unread`` is told then
-    how many bytes of answers wait for their clients.
+    how many bytes of answers wait for their clients. ``refused`` is told
+    what no application has seen.
     """
 
-    def __init__(self, node: Node, application: Application, unread: Callable[[int], None]) -> None:
+    def __init__(
+        self, node: Node, application: Application, unread: Callable[[int], None], refused: Callable[[Failure], None]
+    ) -> None:
         settings, limits = node.config.node, node.config.limits
         self._onward = Onward()
+
+        def render(failure: Failure) -> bytes:
+            refused(failure)
+            return raw_error(failure)
+
         self._bounds = Bounds(
             places=ConnectionPlaces(max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
             keep_alive_s=KEEP_ALIVE_S,
             onward=self._onward,
-            render=raw_error,
+            render=render,
         )
         connection: Any = partial(HttpConnection, self._bounds)  # uvicorn only calls it
         super().__init__(

@@ -136,6 +136,7 @@ class FunctionStats:
     late: int = 0
     tokens: TokenStats = field(default_factory=TokenStats)
     asked_s: float = 0.0
+    turned: int = 0  # of the outcomes: what was turned away unasked, which is no error of the function
     last: LastRequests = field(default_factory=LastRequests)
     last_errors: deque[LastError] = field(default_factory=lambda: deque(maxlen=LAST))
     lately: Lately = field(default_factory=Lately)
@@ -146,6 +147,11 @@ class FunctionStats:
         self.outcomes[outcome] += 1
         if outcome not in NO_ERRORS:
             self.last_errors.append(LastError(time.time(), outcome, text[-LAST_CHARACTERS:]))
+
+    def turned_away(self, code: str) -> None:
+        """Before it was a request of the function's."""
+        self.outcomes[code] += 1
+        self.turned += code not in NO_ERRORS
 
     def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> bool:
         """``spec`` is what is deployed under its name by now. False if it was late."""
@@ -175,7 +181,7 @@ class FunctionStats:
                 requests,
                 {
                     "requests": requests,
-                    "errors": requests - sum(self.outcomes[each] for each in NO_ERRORS),
+                    "errors": requests - sum(self.outcomes[each] for each in NO_ERRORS) - self.turned,
                     "outcomes": {name: count for name, count in self.outcomes.items() if count},
                     "p50_ms": spread["p50"],
                     "p99_ms": spread["p99"],

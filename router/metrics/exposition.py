@@ -73,7 +73,12 @@ def families(scrape: m.Scrape, held: m.NodeMeasures | None, taken: Mapping[str, 
     if held is not None:
         metrics += _models([each for each in held.functions if each.name in functions], active)
     if scrape.whole:
-        metrics += _processes(scrape, held is not None)
+        refused = _counter(
+            "refused", "Answers that are errors of no function's requests: not let in, malformed …", "code"
+        )
+        for code, count in scrape.refused.items():
+            refused.add_metric([code], count)
+        metrics += (refused, *_processes(scrape, held is not None))
         metrics += _kept(scrape.kept)
         if held is not None:
             metrics += _memory(held)

@@ -120,6 +120,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     not said it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and
     ``down``: the node's processes. ``gzip``: the answer may be packed so. ``spans``: what has become of those
     that the node exports. ``kept`` is of those who see the node. ``deaths``: how often processes have died.
+    ``refused``: by code, errors that were answered where no function is known.
     """
 
     query: int
@@ -132,6 +133,7 @@ class Scrape(Message, frozen=True, kw_only=True, tag=1):
     spans: dict[str, int] = {}
     kept: KeptCounted = KeptCounted()
     deaths: dict[str, int] = {}
+    refused: dict[str, int] = {}
 
 
 class Exposition(Message, frozen=True, kw_only=True, tag=1):

@@ -424,6 +424,10 @@ def test_a_rate(node: RemoteNode) -> None:
     answer = node.ask("POST", "/functions/ours/invoke", key, {})
     assert (answer.status, answer.code) == (429, "rate_limited")
     assert 900 <= int(answer.headers["retry-after"]) <= 1000
+    last = node.admin.requests("ours", "failed", 1)
+    assert [(row["outcome"], row["id"]) for row in last] == [("rate_limited", answer.headers["x-request-id"])]
+    assert node.ask("POST", "/functions/theirs/invoke", key, {}).code == "rate_limited"
+    assert node.admin.requests("theirs", "failed", 1) == [], "it may not ask that one"
 
 
 @pytest.mark.parametrize("host", [b"evil.example", b"localhost.evil.example:8700", b""])

@@ -65,6 +65,18 @@ def test_requests_per_second_whoever_asks(node: TestNode) -> None:
     with pytest.raises(CallRefused, match=r"tenants\.lab") as raised:
         node.admin.invoke("plain", b"1.0")
     assert raised.value.status == 429
+    absent = node.http("POST", "/functions/nobody/invoke", {})
+    assert absent.status == 404
+    text = node.http("GET", "/metrics").body
+    for line in (
+        'requests_total{function="plain",outcome="rate_limited"} 2.0',
+        'refused_total{code="unknown_function"} 1.0',
+    ):
+        assert f"dormouse_{line}" in text.splitlines()
+    assert [row["outcome"] for row in node.admin.requests("plain", "", 9)] == ["rate_limited", "rate_limited", "ok"]
+    assert node.admin.requests("plain", "failed", 9)[1]["id"] == refused.headers["x-request-id"]
+    row = node.status()["functions"]["plain"]
+    assert (row["requests"], row["errors"], row["outcomes"]) == (3, 0, {"ok": 1, "rate_limited": 2})
     assert all(node.invoke("free", 1.0).status == 200 for _ in range(5))
 
 

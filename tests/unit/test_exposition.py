@@ -60,7 +60,7 @@ def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     )
     return m.Scrape(
         query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False, spans=spans,
-        kept=kept, deaths={"router": 1, "gpu1": 3},
+        kept=kept, refused={"unauthorized": 3}, deaths={"router": 1, "gpu1": 3},
     )  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def all_there_is() -> bytes:
     store = msgspec.structs.replace(NO_STORE, host_budget_nbytes=1)
     told = m.TokensCounted(first=stats.latency.told(), further=stats.latency.told(), prompt=1, made=1, reused=1)
     node = msgspec.structs.replace(held(), store=store)
-    functions = counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True), counted("b")
+    functions = counted("a", stats, tokens=told, jobs={"queued": 1}, broken=True, failing=True), counted("b")
     return written(scrape(*functions), node, {"a": MachineShare(GIB, 2.5)})
 
 

@@ -49,3 +49,15 @@ def test_what_is_said_of_one() -> None:
 def test_why_one_failed_is_said_to_who_may_read_it() -> None:
     past = _past(1, "function_raised")._replace(why="KeyError: 'x'")
     assert (past.told("f", True)["error"], past.told("f", False)["error"]) == ("KeyError: 'x'", None)
+
+
+def test_what_was_turned_away_is_among_them_and_pushes_nothing_out() -> None:
+    last = LastRequests()
+    last.add(_past(1, "function_raised"))
+    last.add(_past(2))
+    for number in range(3, 3 + 2 * LAST):
+        last.add(_past(number, "rate_limited")._replace(turned=True))
+    turned = [f"r{number}" for number in range(3 + LAST, 3 + 2 * LAST)]
+    assert [past.id for past in last.of("failed")] == ["r1", *turned]
+    assert [past.id for past in last.of("")] == ["r1", "r2", *turned]
+    assert last.of("slow") == []
