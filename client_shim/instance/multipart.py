@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from dormouse.client_shim.instance.dispositions import BadPart, names
+
 logging.getLogger("python_multipart.multipart").disabled = True  # what is wrong with a form is said to its client
 
 STEP_NBYTES: Final = 256 << 10
@@ -18,6 +20,10 @@ STEP_NBYTES: Final = 256 << 10
 
 MOST_PARTS: Final = 1000
 """As many as other servers take: each costs far more than its bytes."""
+
+
+_PLAIN: Final = (b"", b"identity", b"binary", b"8bit", b"7bit")
+"""What says that a part is as it is."""
 
 
 class BadMultipart(ValueError):
@@ -89,20 +95,25 @@ class _FormReader:
         self._nbytes += end - start
 
     def _end(self) -> None:
-        _, said = parse_options_header(self._headers.get(b"content-disposition", b""))
-        if b"name" not in said:
+        try:
+            name, filename = names(self._headers.get(b"content-disposition", b""))
+        except BadPart as error:
+            raise BadMultipart(f"{error}") from None
+        if name is None:
             raise BadMultipart("one of its parts has no name; write content-disposition: form-data; name=... in each")
-        filename = said.get(b"filename")
         value = self._early if self._start is None else self._body[self._start : self._start + self._nbytes]
         kind = self._headers.get(b"content-type", b"").decode("latin-1")
-        self.parts.append(FormPart(_text(said[b"name"]), None if filename is None else _text(filename), kind, value))
+        for header in (b"content-transfer-encoding", b"content-encoding"):
+            coding = self._headers.get(header, b"").strip().lower()
+            if coding not in _PLAIN:
+                said = f"{header.decode()}: {coding[:40].decode('latin-1')}"
+                raise BadMultipart(f"its part {name[:80]!r} has {said}; send each part as it is")
+        if kind.lower().startswith("multipart/"):
+            raise BadMultipart(f"its part {name[:80]!r} is {kind[:40]}; send each file as a part of its own")
+        self.parts.append(FormPart(name, filename, kind, value))
 
     def _all(self) -> None:
         self.ended = True
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", errors="replace")
 
 
 def parts(body: memoryview, content_type: str) -> Iterator[FormPart]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dormouse.client_shim.instance import codec
 from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance.dispositions import BadPart, charset
 
 NPY: Final = "application/x-npy"
 """An array as ``numpy.save`` writes it."""
@@ -93,16 +94,18 @@ def _fields(body: memoryview, kind: str) -> dict[str, Any]:
             elif plain_type(part.kind) == "application/json":
                 value = codec.decode(part.data)
             else:
-                value = str(part.data, "utf-8")
+                value = str(part.data, charset(part.kind.encode("latin-1")))
             if part.name in fields:
                 before = fields[part.name]
                 value = [*before, value] if isinstance(before, _Several) else [before, value]
                 value = _Several(value)
             fields[part.name] = value
-    except multipart.BadMultipart as error:
+    except (multipart.BadMultipart, BadPart) as error:
         raise BadRequest(f"the body is not multipart/form-data: {error}", "bad_body") from error
     except UnicodeDecodeError as error:
-        text = f"a field of the form is not UTF-8: {error}; send bytes as a file (curl: -F name=@FILE)"
+        text = (
+            f"a field of the form is not {error.encoding.upper()}: {error}; send bytes as a file (curl: -F name=@FILE)"
+        )
         raise BadRequest(text, "bad_body") from error
     return fields
 

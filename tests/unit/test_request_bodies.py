@@ -66,8 +66,66 @@ def test_a_value_is_copied_out_of_the_body_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "filename"),
+    [
+        ('; filename="a.png"', "a.png"),
+        ("; filename=a.png", "a.png"),
+        (";filename=a.png ; x=y", "a.png"),
+        ("; filename*=utf-8''gr%C3%B6%C3%9Fe.png", "größe.png"),  # requests over urllib3 1.x
+        ("; FileName*=UTF-8'de'gr%C3%B6%C3%9Fe.png", "größe.png"),
+        ("; filename*=iso-8859-1''gr%F6%DFe.png", "größe.png"),
+        ("; filename=\"gr__e.png\"; filename*=UTF-8''gr%C3%B6%C3%9Fe.png", "größe.png"),  # Spring
+        ("; filename*=UTF-8''gr%C3%B6%C3%9Fe.png; filename=\"gr__e.png\"", "größe.png"),
+        ('; filename="=?UTF-8?Q?gr=C3=B6=C3=9Fe.png?="', "größe.png"),  # Java's mail library
+        ('; filename="=?utf-8?b?Z3LDtsOfZS5wbmc=?="', "größe.png"),
+        ('; filename="größe.png"', "größe.png"),  # browsers, Go, requests over urllib3 2
+        ('; filename="a%22b;c%0D%0A.png"', 'a"b;c\r\n.png'),  # browsers, curl, httpx, aiohttp
+        ('; filename="a\\"b\\\\c;d.png"', 'a"b\\c;d.png'),  # Go, older curl
+        ('; filename="100%.png"', "100%.png"),
+        ('; filename="C:\\dir\\new.png"', "new.png"),
+        ('; filename="\\\\host\\new.png"', "new.png"),
+        ('; filename=""', ""),
+        ("; filename=", ""),
+    ],
+)
+def test_files_by_each_way_to_say_their_name(said: str, filename: str) -> None:
+    for data in (b"plain", b"\x89PNG\xff"):
+        (file,) = value_of(form(field("f", data, f"{said}\r\nContent-Type: image/png")), FORM).values()
+        assert file == RequestFile(data, filename, "image/png")
+
+
+def test_names_of_fields_and_charsets_of_text() -> None:
+    body = form(
+        ("Content-Disposition: form-data; name*=utf-8''gr%C3%B6%C3%9Fe", b"1"),
+        ('content-disposition: form-data; name="a%22b"\r\nContent-Transfer-Encoding: 8bit', b"2"),
+        field(
+            "latin", "größe".encode("latin-1"), "\r\nContent-Type: text/plain; charset=ISO-8859-1"
+        ),  # Apache's client
+        field("quoted", "größe".encode(), '\r\nContent-Type: text/plain; charset="UTF-8"'),
+    )
+    assert value_of(body, FORM) == {"größe": "1", 'a"b': "2", "latin": "größe", "quoted": "größe"}
+
+
+@pytest.mark.parametrize(
     ("body", "kind", "why"),
     [
+        (form(field("a", b"1", "; filename*0=a; filename*1=b")), FORM, r"says filename\*0; send filename"),
+        (form(field("a", b"1", "; filename*=größe")), FORM, r"filename\* is .* percent-encoded"),
+        (form(field("a", b"1", "; filename*=utf-7x''a")), FORM, r"filename\* is"),
+        (form(field("a", b"1", "; filename*=utf-8''%FF")), FORM, r"filename\* is"),
+        (form(field("a", b"1", '; filename="=?none?q?a?="')), FORM, "not encoded as it says"),
+        (form(field("a", b"1", "; filename=a; filename=b")), FORM, "says filename twice"),
+        (form(field("a", b"1", '; filename="a')), FORM, "cannot be read"),
+        (form(field("a", b"MQ==", "\r\nContent-Transfer-Encoding: base64")), FORM, "content-transfer-encoding: base64"),
+        (form(field("a", b"1", "\r\nContent-Encoding: gzip")), FORM, "content-encoding: gzip"),
+        (form(field("a", b"1", "\r\nContent-Type: multipart/mixed; boundary=b")), FORM, "part of its own"),
+        (form(field("a", b"1", "\r\nContent-Type: text/plain; charset=none")), FORM, "charset is 'none'"),
+        (form(field("a", b"\xff", "\r\nContent-Type: text/plain; charset=ascii")), FORM, "not ASCII"),
+        (
+            b'--xyz\r\nContent-Disposition: form-data; name="a"; filename="gr\xf6\xdfe"\r\n\r\n1\r\n--xyz--\r\n',
+            FORM,
+            "filename is not UTF-8",
+        ),
         (form(field("a", b"1")), "multipart/form-data", "names no boundary"),
         (form(field("a", b"1"), last=b""), FORM, "ends before its last boundary"),
         (b"", FORM, "ends before its last boundary"),
