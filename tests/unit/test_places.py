@@ -16,7 +16,9 @@ def full(most: int = 8) -> ConnectionPlaces[str]:
 
 def test_half_heads_shut_nobody_out() -> None:
     places = full()
-    assert [places.come(f"n{number}", "p", 100.0) for number in range(2)] == ["c0", "c1"]
+    places.asks("c7", 7.1)
+    places.rests("c7", 7.2)
+    assert [places.come(f"n{number}", "p", 100.0) for number in range(2)] == ["c0", "c1"], "before one that is idle"
     assert len(places) == 8
 
 
