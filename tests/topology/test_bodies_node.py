@@ -294,6 +294,11 @@ def late():
     first, again = (send_to(node, "s", b'"x"', Idempotency_Key="one") for _ in range(2))
     assert [(each.status, each.code, each.headers["x-gone"]) for each in (first, again)] == [(410, "gone", "1")] * 2
     assert again.headers["idempotency-replayed"] == "true"
+    made = send_to(node, "s", b'"x"', Prefer="respond-async")
+    assert made.status == 202
+    answer = node.http("GET", f"{made.headers['location']}/result", headers={"Prefer": "wait=60"})
+    assert (answer.status, answer.code, answer.headers["x-gone"]) == (410, "gone", "1")
+    assert answer.message == "it is gone"
     replayed = [send_to(node, "s", b'"stream"', Idempotency_Key="two") for _ in range(2)]
     assert [(each.status, each.headers["x-part"]) for each in replayed] == [(202, "1")] * 2
     tensors = json.dumps({"inputs": [{"name": "input", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}).encode()
