@@ -417,6 +417,9 @@ def test_a_key_for_some_functions(node: RemoteNode) -> None:
     assert node.call("ours", node.key(functions=("oursome",))) == UNKNOWN
 
 
+BAD_HTTP = 'dormouse_refused_total{code="bad_http"} '
+
+
 def test_a_rate(node: RemoteNode) -> None:
     key = node.key(rate_s=0.001, burst=2)
     assert [node.call("ours", key) for _ in range(2)] == [OK, OK]
@@ -427,6 +430,14 @@ def test_a_rate(node: RemoteNode) -> None:
     assert [(row["outcome"], row["id"]) for row in last] == [("rate_limited", answer.headers["x-request-id"])]
     assert node.ask("POST", "/functions/theirs/invoke", key, {}).code == "rate_limited"
     assert node.admin.requests("theirs", "failed", 1) == [], "it may not ask that one"
+
+    def malformed() -> float:
+        text = node.ask("GET", "/metrics", node.first).body
+        return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(BAD_HTTP))
+
+    before = malformed()
+    assert b'"bad_http"' in node.raw(b"nonsense\r\n\r\n")
+    assert malformed() == before + 1
 
 
 @pytest.mark.parametrize("host", [b"evil.example", b"localhost.evil.example:8700", b""])
