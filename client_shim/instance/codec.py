@@ -14,6 +14,7 @@ import orjson
 import torch
 
 from dormouse.client_shim.instance import pydantic_types
+from dormouse.core import notjson
 from dormouse.core.quantities import sizes
 
 EVENT_NBYTES: Final = 16 << 20
@@ -55,7 +56,7 @@ def _not_json(body: bytes | memoryview) -> str:
             decoder.decode(body[start : start + _STEP_NBYTES])
         decoder.decode(b"", final=True)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return str(error)
+        return notjson.cause(body) or str(error)
     except RecursionError:
         return "it is nested too deeply"
     return ""

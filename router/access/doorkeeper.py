@@ -190,7 +190,7 @@ class Doorkeeper:
             return _unauthorized("this needs an API key", needed)
         if route.method == "POST" and not _asked_first(route.act, h):
             kind = (h.kind or b"none").decode("latin-1")[:100]
-            what = "a page sends no such header: -H 'x-request-id: 1'"
+            what = "add a header that a page cannot send: -H 'x-request-id: 1'"
             if h.kind != b"multipart/form-data":
                 what = "name what the body is: -H 'content-type: application/json' (curl: --json instead of -d)"
             text = f"the content-type is {kind}, which a web page may send to anybody; without an API key, {what}"

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dormouse.core import notjson
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.decisions.state import RouterState, ServedFunction
@@ -43,7 +44,7 @@ def addressed(body: bytes | memoryview) -> Addressed:
     try:
         return _ADDRESSED.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        text = f"the body must be a JSON object that names a model: {error}"
+        text = f"the body must be a JSON object that names a model: {notjson.cause(body) or error}"
         named = next(
             (name for name in ("model", "stream") if f"`{name}`" in str(error) or f"`$.{name}`" in str(error)), ""
         )
