@@ -2,8 +2,10 @@
 the next router, and everything else gets an answer that says to come back.
 """
 
+import contextlib
 import http.client
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.schemas.admin import Wish
 
 FUNCTION = """
     import os
@@ -191,3 +194,24 @@ def test_d16_json_that_nothing_can_hold_is_the_clients_mistake(node: TestNode) -
 
 def nested(levels: int, inside: bytes = b"") -> bytes:
     return b"[" * levels + inside + b"]" * levels
+
+
+def test_d11_half_heads_on_all_connections_shut_nobody_out(node: TestNode) -> None:
+    """The last one here: once there is a key, nobody is served without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    key = str(node.admin.create_key(Wish())["key"])
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):  # limits.connections
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", node.port), timeout=60))
+            sock.sendall(b"POST /functions/g/invoke HTTP/1.1\r\nX-Slow: ")
+        said = []
+        for number in range(10):
+            client = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            client.request("POST", "/functions/g/invoke", str(number), headers)
+            with client.getresponse() as response:
+                said.append((response.status, json.loads(response.read())))
+            client.close()
+    assert said == [(200, number) for number in range(10)]
