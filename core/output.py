@@ -17,7 +17,12 @@ SHORT: Final = 12
 """Characters of a value that is kept on one line before the words of headers are."""
 
 
+shown: Final[list[str]] = []
+"""Has "json" once a command has printed a document: what fails after that is no second one."""
+
+
 def show_json(value: Any) -> None:
+    shown.append("json")
     click.echo(harmless_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 

@@ -35,7 +35,10 @@ as_json = json_option("Print JSON, also of what fails.")
 
 def begin() -> None:
     """Another command, in the same process."""
+    from dormouse.core.output import shown
+
     _wanted.clear()
+    shown.clear()
 
 
 def json_wanted(slip: click.UsageError | None = None) -> bool:
@@ -47,9 +50,10 @@ def json_wanted(slip: click.UsageError | None = None) -> bool:
 
 def show_failure(code: str, text: str, hint: str = "") -> None:
     """On the standard output, as the node says it over HTTP. ``hint``: what can be done."""
-    from dormouse.core.output import show_json
+    from dormouse.core.output import show_json, shown
 
-    show_json({"error": failure(code, text, hint)})
+    if not shown:
+        show_json({"error": failure(code, text, hint)})
 
 
 def failure(code: str, text: str, hint: str = "") -> dict[str, str | None]:
