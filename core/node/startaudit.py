@@ -30,7 +30,8 @@ def started(state: StatePaths, config: NodeConfig, act: str) -> None:
     changes = {key: [before.get(key), now[key]] for key in known}
     more = {"uid": os.getuid(), "version": this_version(), "settings": changes}
     Audit(state.audit).write(user_name(), "this machine", act, config.node.name, "ok", **more)
-    write_whole(state.settings, msgspec.json.format(msgspec.json.encode(now)))
+    with suppress(OSError):  # on a full disk a node serves what it has; the next start tells these changes again
+        write_whole(state.settings, msgspec.json.format(msgspec.json.encode(now)))
 
 
 def settings(config: NodeConfig) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def test_requests_per_second_whoever_asks(node: TestNode) -> None:
 def test_the_node_says_who_has_what(node: TestNode) -> None:
     tenants = node.status()["tenants"]
     assert tenants["chat"] == {
-        "functions": 1, "over_share": False, "share": 3.0, "gpu_memory": "", "requests_s": None, "tokens_s": 2.0,
+        "functions": 1, "over_share": False, "share": 3.0, "host": "", "gpu_memory": "", "requests_s": None,
+        "tokens_s": 2.0,
     }  # fmt: skip
     assert tenants["other"]["functions"] >= 1
 
