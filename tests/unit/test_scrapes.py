@@ -39,7 +39,7 @@ class World:
         self.ended: dict[str, tuple[int, float]] = {}
         self.picture = RouterState(4, 64, "1-")
         self.supervisor = self
-        self.requests: Any = SimpleNamespace(stats={}, knows_catalogue=self._known)
+        self.requests: Any = SimpleNamespace(stats={}, refused={}, knows_catalogue=self._known)
         self.traces = Outbox(self, TracingSection())
         self.instances: Any = SimpleNamespace(hosts={})
         self.jobs: Any = SimpleNamespace(book=SimpleNamespace(words=lambda function, tenant: {}))
