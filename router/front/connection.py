@@ -98,6 +98,7 @@ class HttpConnection(ReceivingConnection):
         self._refusal: Failure | None = None
         self._asks_upgrade = False  # the head at hand: its request begins when it is read again, as ``_again``
         self._again = b""
+        self._is_deaf = False  # what it says is thrown away
         self._left_nbytes = 0  # of what may still be thrown away, until then
         self._end_s = math.inf
         self._current: Cycle | None = None  # the one that is being answered, or was last
@@ -122,11 +123,11 @@ class HttpConnection(ReceivingConnection):
             self._refuse(heads.too_many_connections(self._bounds.places.most))
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.ENDING:
+        if self._is_deaf:
             self._throw_away(len(data))
             return
         for start in range(0, len(data), FEED_NBYTES):
-            if self.closes:
+            if self._is_deaf or self.transport.is_closing():
                 return
             self._take(data if len(data) <= FEED_NBYTES else data[start : start + FEED_NBYTES])
 
@@ -253,6 +254,8 @@ class HttpConnection(ReceivingConnection):
         if self.pipeline:
             cycle, _ = self.pipeline.pop()
             self._begin(cycle)  # type: ignore[arg-type]
+        elif self._is_deaf and self._refusal is not None:
+            self._refuse(self._refusal)
         elif self._phase is _Phase.IDLE:
             self._due_s = now_s + self._bounds.keep_alive_s
             self._rests(now_s)
@@ -358,6 +361,9 @@ class HttpConnection(ReceivingConnection):
 
     def _refuse(self, failure: Failure, linger_nbytes: int = LINGER_NBYTES) -> None:
         """Answer, if this is what the next answer is for, and close."""
+        if self._phase is not _Phase.BODY and self._answering:  # what came before it is answered first
+            self._refusal, self._is_deaf, self._left_nbytes = failure, True, linger_nbytes
+            return
         own = self._phase is _Phase.BODY and not self.pipeline and not self.cycle.response_started
         if not self._answering or own:
             self.transport.write(self._bounds.render(failure))
@@ -376,7 +382,7 @@ class HttpConnection(ReceivingConnection):
         if self.transport.is_closing():
             return
         now_s = self.loop.time()
-        self._phase, self._left_nbytes = _Phase.ENDING, nbytes
+        self._phase, self._is_deaf, self._left_nbytes = _Phase.ENDING, True, nbytes
         self._end_s, self._due_s = now_s + LINGER_S, now_s + QUIET_S
         self.pipeline.clear()
         if (oldest := self._bounds.places.ends(self, now_s)) is not None:

@@ -452,6 +452,21 @@ def test_another_protocol_that_is_asked_for_is_not_taken_and_nothing_is_lost(
     run(work)
 
 
+@pytest.mark.parametrize("junk", [b"x", b"GARBAGE\r\n\r\n", b"GET /a HTTP/1.1\r\nno colon\r\n\r\n"])
+def test_what_is_no_request_takes_no_answer_from_those_before_it(tmp_path: Path, junk: bytes) -> None:
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"a", b"one") + post(b"a", b"two") + junk + post(b"a", b"smuggled") * 100)
+            assert [(await answered(reader))[1] for _ in range(2)] == [b"one", b"two"]
+            last = await reader.read()
+            assert last.startswith(b"HTTP/1.1 400 ")
+            assert b"smuggled" not in last
+            writer.close()
+
+    run(work)
+
+
 async def refuses(cycle: Cycle) -> None:
     """Before it has read any of the body."""
     cycle.keep_alive = False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from topology.test_router import World, spec
 
+from benchmarks.compare_heads import compare
 from benchmarks.fuzz_http import fuzz
 
 REQUESTS = 3000
@@ -31,3 +32,10 @@ def test_d9_no_http_breaks_the_router_or_its_other_clients(world: World) -> None
     assert tally.neighbour > 10
     assert tally.silent < REQUESTS / 2
     assert world.row("echo")["queued"] == 0
+
+
+def test_answers_to_mutated_heads_differ_from_h11s_where_that_is_right() -> None:
+    found = asyncio.run(compare(1000, 5))
+    assert [key for key in found if not key[-1]] == []
+    assert found.total() > 100, "both were asked"
+    assert all(own != "waits" for _, own, _, _ in found)
