@@ -152,7 +152,10 @@ class PickledFiles:
     def __init__(self, folder: str, names: list[str]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            self._tensors.update(_unpickled(os.path.join(folder, name), name))
+            found = _unpickled(os.path.join(folder, name), name)
+            for tensor in found.keys() & self._tensors.keys():
+                raise BadFolder(f"{name} has {tensor!r}, and so has another file")
+            self._tensors.update(found)
         kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
         self.tensors = {
             name: StoredTensor(kinds.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))

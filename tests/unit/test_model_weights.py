@@ -199,6 +199,9 @@ def test_pickled_weights_of_older_torch_and_in_shards(tmp_path: Path) -> None:
         said.update(dict.fromkeys(part, file))
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": said}))
     assert examine(tmp_path, convert=True)[1].keys() == tensors.keys()
+    again = {names[0]: torch.zeros_like(tensors[names[0]])}  # the last one read had won
+    torch.save({name: tensors[name] for name in names[1::2]} | again, tmp_path / "b.bin")
+    assert f"b.bin has '{names[0]}', and so has another file" in refused(tmp_path, convert=True)
 
 
 def test_pickles_with_more_than_tensors_are_refused_and_do_not_run(tmp_path: Path) -> None:
