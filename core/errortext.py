@@ -62,6 +62,8 @@ def _raised(text: str) -> list[str]:
         )
         + 1
     )
-    traced = begin > 0 or (bool(lines) and lines[0].startswith("  File "))
+    if begin == 0 and lines and lines[0].lstrip().startswith('File "'):  # a SyntaxError's, maybe stripped
+        begin = 1
+    traced = begin > 0
     found = next((n for n in range(begin, len(lines)) if not (traced and lines[n].startswith("  "))), len(lines) - 1)
     return lines[max(0, found) :]

@@ -7,14 +7,17 @@ from typing import Final
 import pytest
 
 from dormouse.core.node.testing import TestNode
+from dormouse.schemas.errors import ConfigError
 
 CURL: Final = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 ROOT: Final = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+NO_COMPILER: Final = "needs a C++ compiler: g++ or clang++"
 COMPILER: Final = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))),
-    reason="needs a C++ compiler: g++ or clang++",
+    not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), reason=NO_COMPILER
 )
-"""Without one, the memory of activations is counted roughly (gpuserver/device/allocator.py)."""
+"""Without one, the memory of activations is counted roughly (gpuserver/device/allocator.py), and torch computes what
+the kernels of runtimes would (gpuserver/runtime/kernels.py).
+"""
 
 
 def control_groups(node: TestNode) -> None:
@@ -30,4 +33,6 @@ def without_these_rights(error: BaseException) -> str:
             return "needs root: it looks at the node's processes"
         case FileNotFoundError(filename=str(program)) if "/" not in program and shutil.which(program) is None:
             return f"needs {program}"
+        case ConfigError() if str(error).startswith("no C++ compiler"):
+            return NO_COMPILER
     return ""

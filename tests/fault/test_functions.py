@@ -185,6 +185,7 @@ HALVING = """
 """
 
 
+@needs.COMPILER
 def test_a_program_that_halves_its_batch_finds_what_fits(node: TestNode) -> None:
     """The error comes at the call, or soon after the one of many small ones that did not fit: of 5 MiB each, 256 and
     128 and 64 are too many for a GPU of 256 MiB. Twice, as nothing of what did not fit is left.

@@ -5,6 +5,7 @@ The same, longer, is `python -m benchmarks.fuzz`; `scripts/weaken` shows that it
 
 import warnings
 
+import needs
 import pytest
 
 from benchmarks import fuzz
@@ -13,6 +14,7 @@ FRAMES = 18_000
 
 
 @pytest.mark.timeout(600)
+@needs.COMPILER
 def test_d3_no_frame_does_more_than_end_its_instance() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the programs that are recorded are not ours to fail on

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
+import needs
 import pytest
 from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
@@ -174,6 +175,7 @@ def test_a_revoked_seat_with_commands_under_way(world: World) -> None:
     end(world, 2, 2)
 
 
+@needs.COMPILER
 def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World]) -> None:
     """Each has a model of 2 MiB and makes 1 MiB; the GPU has 6 MiB. Who has had no turn for longest leaves, and finds
     all as it was.
@@ -239,6 +241,7 @@ def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World])
 
 
 @pytest.mark.parametrize("late", [False, True])
+@needs.COMPILER
 def test_a_seat_whose_storages_have_no_room_on_the_host(make: Callable[..., World], late: bool) -> None:
     """``late``: another's that has left takes the room that is left. Its request fails with a word of its own; the
     others go on.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import needs
 import pytest
 from cuda_child import cuda_server, in_child
 from device_suite import MIB
@@ -188,6 +189,7 @@ def test_the_page_is_written_below_its_last_heading(
         assert text.endswith("## Results\n\n| wake | 51.2 |\n")
 
 
+@needs.COMPILER
 def test_it_is_rehearsed_over_the_fake_driver(tmp_path: Path) -> None:
     """Two steps; all of them take minutes: `scripts/gpu --rehearse`."""
     steps = ("--only=pinning", "--only=device")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs
 import pytest
 import torch
 from engine_world import Gate
@@ -202,6 +203,7 @@ def test_spans_outside_the_pool_are_refused(device: HostDevice, offset: int, nby
         device.copy_in([Copy(slab(0), 0, offset, max(nbytes, 4 * MIB + 1))], lambda: None)
 
 
+@needs.COMPILER
 def test_what_belongs_to_the_device(device: HostDevice) -> None:
     inside = device.storage(0, 64)
     assert device.contains(inside.data_ptr(), TOTAL)

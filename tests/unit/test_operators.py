@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 
@@ -189,6 +190,7 @@ def test_n7_the_node_file_names_libraries() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not VISION.is_dir(), reason="needs torchvision, which make setup puts beside the environment")
+@needs.COMPILER
 def test_n7_torchvision(tmp_path: Path) -> None:
     """Its operators, and four detectors, as native."""
     checks = ["operators", "fasterrcnn", "maskrcnn", "retinanet", "ssd"]

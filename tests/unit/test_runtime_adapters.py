@@ -3,6 +3,7 @@
 import ctypes
 from typing import Any, Final
 
+import needs
 import pytest
 import torch
 from adapted_models import adapted, adapter
@@ -54,6 +55,7 @@ def test_each_sequence_has_its_own_beside_others(family: str, how: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("family", layers.GATED)
+@needs.COMPILER
 def test_probabilities_are_the_same_to_the_last_bit_alone_and_beside_others(family: str, fused: bool) -> None:
     model = reference(family)
     given = [(prompt, number % 3 - 1) for number, prompt in enumerate(prompts(6, 5, 37, 21, 64, 1, 9))]
@@ -178,6 +180,7 @@ def test_a_step_without_rows_that_need_it_is_not_cut(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("inputs", [64, 65])
 @pytest.mark.parametrize("outputs", [40, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@needs.COMPILER
 def test_products_are_those_of_float64(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     torch.manual_seed(8)
     library = kernels.load()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
+import needs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,15 +44,18 @@ def test_each_family_says_what_transformers_says(family: str, native: bool) -> N
         assert wrong_tokens(model, sequence.tokens, sequence.prompt) == []
 
 
+@needs.COMPILER
 def test_the_kernels_were_there() -> None:
     assert isinstance(engine(reference("llama"), 2).attention.backend, NativeBackend)
 
 
+@needs.COMPILER
 def test_the_kernels_are_loaded_once() -> None:
     """A runtime has them from the process that forked it: it may not read the file that they lie in."""
     assert kernels.load() is kernels.load() is not None
 
 
+@needs.COMPILER
 def test_the_kernels_leave_subnormal_numbers_as_they_are() -> None:
     """A library that was linked with fast mathematics makes its whole process take them for zero."""
     code = "from dormouse.gpuserver.runtime import kernels; assert kernels.load(); print(5e-324 * float('1'))"

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 import torch
 from language_models import reference
@@ -18,8 +19,8 @@ from dormouse.gpuserver.runtime import kernels, leaves, recognition
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    found = kernels.load()
-    assert found is not None
+    if (found := kernels.load()) is None:
+        pytest.skip(needs.NO_COMPILER)
     return found
 
 
