@@ -60,6 +60,7 @@ def test_a_group_of_exceptions_is_its_own_line() -> None:
 def test_what_others_read_has_no_frame_and_no_path() -> None:
     text = f"Traceback (most recent call last):\n{FRAME}OSError: no '/srv/c/d.bin' at https://a.b/c\ndormouse: a hint"
     assert outward(text) == "OSError: no 'd.bin' at https://a.b/c\na hint\nthe function's log has the rest"
+    assert gist('File "/x/f.py", line 3\n    a b\n      ^\nSyntaxError: bad') == "SyntaxError: bad"  # as it is sent
     assert outward('  File "/x/f.py", line 3\n    a b\n      ^\nSyntaxError: bad') == (
         "SyntaxError: bad\nthe function's log has the rest"
     )

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 
 from dormouse.core import shm
@@ -226,7 +227,7 @@ def test_only_own_processes_and_plain_devices(escapes: dict[str, Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("level", ["best", "none"])
+@pytest.mark.parametrize("level", ["best", pytest.param("none", marks=needs.ROOT)])
 def test_an_instance_knows_which_of_its_pages_are_a_files_and_not_where_they_are(
     level: str, escapes: dict[str, Any]
 ) -> None:
@@ -234,7 +235,7 @@ def test_an_instance_knows_which_of_its_pages_are_a_files_and_not_where_they_are
     assert found["mapped file"] == {"path": os.__file__, "present": 1, "frame": 0}
 
 
-@pytest.mark.parametrize("level", ["best", "none"])
+@pytest.mark.parametrize("level", ["best", pytest.param("none", marks=needs.ROOT)])
 def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
     found = escapes if level == "best" else try_escapes("none")
     known = {0, 1, 2, found["arena"], found["page table"]}

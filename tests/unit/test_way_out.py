@@ -4,7 +4,7 @@ import asyncio
 import base64
 import re
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,12 +26,16 @@ class Origin:
         self._body, self._status, self._echoes = body, status, echoes
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
-        writer.write(f"HTTP/1.1 {self._status}\r\nContent-Length: {len(self._body)}\r\n\r\n".encode() + self._body)
-        await writer.drain()
-        while self._echoes and self.heads[-1].startswith(self._echoes) and (data := await reader.read(1000)):
-            writer.write(data)
-        writer.close()
+        with (
+            closing(writer),
+            suppress(asyncio.IncompleteReadError),
+        ):  # a proxy that refuses what it was to ask says nothing
+            self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+            answer = f"HTTP/1.1 {self._status}\r\nContent-Length: {len(self._body)}\r\n\r\n"
+            writer.write(answer.encode() + self._body)
+            await writer.drain()
+            while self._echoes and self.heads[-1].startswith(self._echoes) and (data := await reader.read(1000)):
+                writer.write(data)
 
 
 async def listening(serve: Serve) -> tuple[asyncio.Server, int]:
