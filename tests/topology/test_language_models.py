@@ -299,7 +299,7 @@ def test_a_prompt_as_long_as_the_context_and_one_over(
     ("template", "what"),
     [
         ("{{ raise_exception('only poems') }}", "only poems"),
-        ("{% for i in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}", "took more than"),
+        ("{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3, "took more than"),  # on any machine
         ("{% for i in range(20000) %}{{ 'x' * 1000 }}{% endfor %}", "too much text"),
         (None, "no chat template"),
     ],
