@@ -5,7 +5,8 @@
 * Of ``most`` places, none is ever given to more. A newcomer takes that of a connection that owes the rest of a head, or
   of a body that nobody waits for, and has for HEAD_S; else of one that is idle; else the oldest that owes something.
   Who has shown a key gives way last. Who is being answered never does; then the newcomer is refused.
-* One peer may have a quarter of all places for what it owes; beyond, its own oldest gives way.
+* A peer that owes something in a quarter of all places takes that of its own oldest, so that its many heads push out
+  nobody else's. While there are free places nobody leaves: a busy client may open hundreds before it sends a byte.
 * Once there are keys, those without one may be answered in seven of eight places: one is kept.
 * Answered connections that are listened to so that their client hears the answer have ENDING places of their own.
 """
@@ -43,21 +44,20 @@ class ConnectionPlaces(Generic[C]):
     def come(self, newcomer: C, peer: str, now_s: float) -> C | None:
         """Who has to leave: nobody, another, or the newcomer."""
         self._peers[newcomer] = peer
-        own = self._heads_of.get(peer, {})
-        leaves = None
-        if len(own) >= max(1, self.most // 4) and now_s - self._heads[oldest := next(iter(own))] >= HEAD_S:
-            leaves = oldest
-        elif len(self._where) >= self.most:
-            leaves = self._gives_way(now_s)
-            if leaves is None:
-                self.gone(newcomer)
-                return newcomer
-        if leaves is not None:
+        if len(self._where) < self.most:
+            leaves = None
+        elif (leaves := self._gives_way(peer, now_s)) is not None:
             self.gone(leaves)
+        else:
+            self.gone(newcomer)
+            return newcomer
         self._move(newcomer, self._heads, now_s)
         return leaves
 
-    def _gives_way(self, now_s: float) -> C | None:
+    def _gives_way(self, peer: str, now_s: float) -> C | None:
+        own = self._heads_of.get(peer, {})
+        if len(own) >= max(1, self.most // 4) and now_s - self._heads[first := next(iter(own))] >= HEAD_S:
+            return first
         oldest = next(iter(self._heads), None)
         slow = oldest is not None and now_s - self._heads[oldest] >= HEAD_S
         for among in (self._heads if slow else {}, self._idle, self._idle_keyed, self._heads):

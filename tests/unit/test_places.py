@@ -63,12 +63,18 @@ def test_a_place_is_kept_for_keys() -> None:
     assert not places.crowded
 
 
-def test_one_peer_has_a_quarter_of_the_places_for_half_heads() -> None:
+def test_who_owes_in_a_quarter_of_the_places_takes_its_own() -> None:
     places: ConnectionPlaces[str] = ConnectionPlaces(8)
-    for number in range(3):  # as long as they are new, more
-        assert places.come(f"c{number}", "p", 0.1 * number) is None
-    assert places.come("d", "p", HEAD_S) == "c0"
-    assert places.come("other", "q", HEAD_S) is None
+    for number, peer in enumerate("qpprstuv"):
+        assert places.come(f"c{number}", peer, 0.1 * number) is None
+    assert places.come("more", "p", 2.0) == "c1"
+    assert places.come("other", "r", 2.0) == "c0"
+
+
+def test_nobody_leaves_while_places_are_free() -> None:
+    places: ConnectionPlaces[str] = ConnectionPlaces(8)
+    for number in range(8):
+        assert places.come(f"c{number}", "p", HEAD_S * number) is None
 
 
 def test_answers_that_are_awaited_have_their_own_places() -> None:
