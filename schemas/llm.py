@@ -43,6 +43,23 @@ MOST_NAME: Final = 512
 MOST_LOGPROBS: Final = 20
 """The most probable tokens that are told with each token of an answer: as many as OpenAI's interface has."""
 
+
+class DefaultSampling(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """How tokens are chosen where a request says nothing; ``top_k`` 0 and ``max_tokens`` None are no limit. ``stop``:
+    texts that end an answer in any case.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
 Check = Callable[[Any], bool]
 
 

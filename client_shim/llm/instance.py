@@ -3,6 +3,9 @@
 import gc
 import sys
 
+import msgspec
+import orjson
+
 from dormouse.client_shim.llm import adapter_upload
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.loading import load
@@ -36,7 +39,9 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
         )
     gc.collect()
     gc.freeze()
-    backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes, warning=found.warning))
+    said = orjson.dumps({"sampling": msgspec.to_builtins(found.words.sampling)})
+    loaded = m.Loaded(version=backend.version, nbytes=backend.nbytes, warning=found.warning, schema=said)
+    backend.router.send(loaded)
     added, _kept = adapter or ([], [])
     served = ServedModel(found.spec, found.weights + added, None if found.adapter is None else found.adapter.spec)
     LlmServer(backend, fork.directory, fork.function, served, found.words).serve()

@@ -64,7 +64,7 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
         again = c.find_weights(folder, settings.convert) if found is not None else checkpoint  # is read once
         adapter = without_equal(adapter, lambda name: _read(again, stored[wanted.aliases[name]], spec))
     words = Words(folder, spec, gguf)
-    warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)]
+    warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes), words.warning]
     if adapter is not None:
         warnings.append(adapter.warning)
     places, kept = weights.upload(spec, checkpoint, wanted, names)

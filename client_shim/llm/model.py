@@ -10,6 +10,7 @@ from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.gguf_file import gguf_ends
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.sampling import FILE, sampling_of
 from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tools import ToolFormat
@@ -44,11 +45,12 @@ class Words:
         self._decoding = Decoding(self._tokenizer)
         self.special = self._decoding.special  # tokens that are no text, by their names
         self.ends = self._ends(folder, gguf)
+        self.sampling, self.warning = sampling_of(folder)
         self.grammars = Grammars(self._tokenizer, spec.vocabulary, self.ends)
 
     def _ends(self, folder: str, gguf: str) -> list[int]:
         """Tokens that end an answer, by all that the folder's files say."""
-        names = [name for name in ("generation_config.json", "config.json") if os.path.exists(join(folder, name))]
+        names = [name for name in (FILE, "config.json") if os.path.exists(join(folder, name))]
         said = [read_json(folder, name).get("eos_token_id") for name in names]
         said += gguf_ends(folder, gguf) if gguf else []
         said += [getattr(self._tokenizer, f"{end}_token_id", None) for end in ("eos", "eot", "eom")]

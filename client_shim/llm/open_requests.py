@@ -13,6 +13,7 @@ from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tool_calls import Piece, ToolCallStream
 from dormouse.client_shim.llm.workers import Work
 from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DefaultSampling
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class OpenChoice:
 
     def submits(self, ends: list[int], now_s: float) -> Iterator[m.Submit | m.Mask]:
         """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer."""
-        request, asked = self.request, self.request.asked
+        request, asked, sampling = self.request, self.request.asked, self.request.sampling
         parts = list(batches(request.prompt + self.made, SUBMIT_TOKENS))
         stops = [*([] if asked.ignore_eos else ends), *(asked.stop_token_ids or ())]
         for index, part in enumerate(parts):
@@ -80,13 +81,13 @@ class OpenChoice:
                 prompt=len(request.prompt),
                 limit=request.limit,
                 stops=stops,
-                temperature=_number(asked.temperature, 1.0),
-                top_p=_number(asked.top_p, 1.0),
-                top_k=max(0, asked.top_k or 0),
-                min_p=_number(asked.min_p, 0.0),
-                presence_penalty=_number(asked.presence_penalty, 0.0),
-                frequency_penalty=_number(asked.frequency_penalty, 0.0),
-                repetition_penalty=_number(asked.repetition_penalty, 1.0),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=max(0, sampling.top_k),
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
                 bias=[(int(token), bias) for token, bias in (asked.logit_bias or {}).items()],
                 seed=self.seed,
                 logprobs=request.logprobs,
@@ -107,6 +108,7 @@ class OpenRequest:
     prompt: list[int]
     limit: int  # tokens of prompt and answer at most
     logprobs: int
+    sampling: DefaultSampling
     wanted: Wanted | None = None  # what its answers keep to
     parallel_calls: bool = True  # else it ends with its first call
     generations: list[OpenChoice] = field(default_factory=list)
@@ -133,10 +135,6 @@ class OpenRequest:
     def usage(self) -> dict[str, Any]:
         made = sum(len(each.made) for each in self.generations)
         return usage(len(self.prompt), made, max(each.reused for each in self.generations))
-
-
-def _number(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def batches(items: list[T], size: int) -> Iterator[list[T]]:

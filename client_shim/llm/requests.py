@@ -24,6 +24,22 @@ MOST_SAID: Final = 4000
 TOKENS: Final = 1 << 31
 """More than any vocabulary has."""
 
+RANGES: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, 1 << 24),
+    "n": (1, MOST_CHOICES),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "max_tokens": (1, 1 << 24),
+    "max_completion_tokens": (1, 1 << 24),
+    "top_logprobs": (0, MOST_LOGPROBS),
+    "logprobs": (0, MOST_LOGPROBS),
+}
+"""Of a request's numbers, inclusive."""
+
 
 class RefusedRequest(Exception):
     """``param`` names the field; ``code`` is OpenAI's."""
@@ -43,18 +59,18 @@ class _Request(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    min_p: float | None = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     n: int | None = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -124,22 +140,9 @@ def check_keys(
 
 def check(request: Request) -> None:
     """Whether its values are possible. Raises RefusedRequest."""
-    ranges: tuple[tuple[str, float | None, float, float], ...] = (
-        ("temperature", request.temperature, 0.0, 100.0),
-        ("top_p", request.top_p, 0.0, 1.0),
-        ("min_p", request.min_p, 0.0, 1.0),
-        ("top_k", request.top_k, -1, 1 << 24),
-        ("n", request.n, 1, MOST_CHOICES),
-        ("presence_penalty", request.presence_penalty, -2.0, 2.0),
-        ("frequency_penalty", request.frequency_penalty, -2.0, 2.0),
-        ("repetition_penalty", request.repetition_penalty, 0.01, 100.0),
-        ("max_tokens", request.max_tokens, 1, 1 << 24),
-        ("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, 1 << 24),
-        ("top_logprobs", getattr(request, "top_logprobs", None), 0, MOST_LOGPROBS),
-        ("logprobs", request.logprobs if isinstance(request, CompletionRequest) else None, 0, MOST_LOGPROBS),
-    )
-    for name, value, low, high in ranges:
-        if value is not None and not low <= value <= high:
+    for name, (low, high) in RANGES.items():
+        value = getattr(request, name, None)
+        if value is not None and type(value) is not bool and not low <= value <= high:
             raise RefusedRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
     stops = stops_of(request)
     if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > MOST_STOP_CHARS:

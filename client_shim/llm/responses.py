@@ -32,8 +32,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream_options: r.StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     seed: int | None = None
-    top_k: int | None = 0
-    min_p: float | None = 0.0
+    top_k: int | None = None
+    min_p: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool = False
 
@@ -255,11 +255,11 @@ class ResponsesAnswer:
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": asked.temperature,
             "text": asked.text or {"format": {"type": "text"}},
             "tool_choice": asked.tool_choice or "auto",
             "tools": asked.tools or [],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }

@@ -9,6 +9,7 @@ from dormouse.client_shim.llm.grammar import Wanted
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.responses import PARAMS, ResponsesAnswer, ResponsesRequest, as_chat
+from dormouse.client_shim.llm.sampling import chosen
 from dormouse.client_shim.llm.tool_calls import ToolCallStream
 from dormouse.client_shim.llm.tools import ToolFormat, ToolUse, grammar_of, tool_use
 from dormouse.schemas import messages as m
@@ -42,6 +43,8 @@ class Understanding:
         try:
             asked = as_chat(given)
             r.check(asked)
+            sampling = chosen(self._words.sampling, asked)
+            given.temperature, given.top_p = sampling.temperature, sampling.top_p  # the answer tells them
             answer = ResponsesAnswer(id=f"resp_{os.urandom(16).hex()}", model=given.model or self._name, asked=given)
             return self._opened(number, asked, answer)
         except r.RefusedRequest as error:
@@ -54,13 +57,14 @@ class Understanding:
             use = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         form = self._words.tool_format() if use is not None else None
         prompt, limit = self._prompt_and_limit(asked, use)
-        request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked))
+        sampling = chosen(self._words.sampling, asked)
+        request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked), sampling)
         request.parallel_calls = use is None or use.parallel
         request.wanted = self._wanted(asked, use, form)
         # What a grammar makes is a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
         certain = request.wanted is not None and form is not None and not form.listed
         certain = certain and not (form is not None and form.bare and r.schema_of(asked) is not None)
-        seed, stops = r.seed_of(asked), r.stops_of(asked)
+        seed, stops = r.seed_of(asked), [*r.stops_of(asked), *sampling.stop]
         for index in range(asked.n or 1):
             generation = OpenChoice(
                 number=next(self._numbers),
@@ -108,7 +112,9 @@ class Understanding:
             raise r.RefusedRequest(
                 f"the model's context is {context} tokens; the prompt has {wanted}", field, "context_length_exceeded"
             )
-        return prompt, context if most is None else len(prompt) + most
+        if most is None:
+            most = min(context - len(prompt), self._words.sampling.max_tokens or context)
+        return prompt, len(prompt) + most
 
     def _prompt(self, asked: r.CompletionRequest) -> list[int]:
         prompt = asked.prompt

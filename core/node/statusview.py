@@ -2,6 +2,7 @@
 one function; or all tables. Decides nothing.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
@@ -26,6 +27,7 @@ TOKENS: Final = [
     "model", "first token (p50, p99)", "queue, runtime, wake, prefill (p50)", "next tokens (p50, p99)", "in time",
     "wanted", "tokens in", "out", "reused",
 ]  # fmt: skip
+SAMPLING: Final = ["model", "sampling, unless a request says otherwise"]
 INSTANCE: Final = ["function", "instance", "state", "pid", "memory", "processor time", "processes"]
 RUNTIME: Final = [
     "model", "GPU", "runtime", "running", "waiting", "preempted", "KV blocks", "used", "idle", "KV", "of the pool",
@@ -169,6 +171,8 @@ def function_tables(value: dict[str, Any]) -> None:
     table([service_row(name, row) for name, row in services], SERVICE)
     models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
     table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
+    sampled = [(name, row["llm"]["sampling"]) for name, row in models if row["llm"].get("sampling")]
+    table([sampling_row(name, sampling) for name, sampling in sampled], SAMPLING)
     table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
     table(
         [
@@ -316,6 +320,12 @@ def tokens_row(name: str, llm: dict[str, Any], percentile: float) -> dict[str, A
         "out": llm["made_tokens"],
         "reused": llm["reused_tokens"],
     }
+
+
+def sampling_row(name: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What stands in its folder's generation_config.json, by the names that requests have for it."""
+    said = (f"{field} {json.dumps(value)}" for field, value in sampling.items())
+    return {"model": name, "sampling, unless a request says otherwise": ", ".join(said)}
 
 
 def runtime_row(name: str, runtime: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dormouse.router.decisions.lives import longest_load_s, without_instance
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction, most_open
+from dormouse.router.front import openapi
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.instances.instances import Instances
@@ -124,7 +125,8 @@ def functions(
                 "llm": None
                 if spec.llm is None
                 else stat.tokens_summary(spec.llm, spec.percentile)
-                | {"isolation": spec.llm.isolation, "base": spec.llm.base or None},
+                | {"isolation": spec.llm.isolation, "base": spec.llm.base or None}
+                | {"sampling": openapi.said_of(function).get("sampling", {})},
             }
         )
     return rows

@@ -5,8 +5,10 @@ Pure. An instance makes its schema; it may be hostile, so what it has sent is re
 
 import base64
 import hashlib
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import orjson
 
 from dormouse.core.version import package_version
@@ -15,6 +17,7 @@ from dormouse.router.access.access import Caller
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
+from dormouse.schemas.llm import DefaultSampling
 
 MOST_LEVELS: Final = 64
 """Of a schema: beyond any function's own types, and far from Python's limit."""
@@ -56,6 +59,9 @@ def said_of(function: ServedFunction) -> dict[str, Any]:
         return {}
     if _tensors(tensors := said.get("tensors")):
         found["tensors"] = tensors
+    with suppress(msgspec.ValidationError):
+        if "sampling" in said:
+            found["sampling"] = msgspec.to_builtins(msgspec.convert(said["sampling"], DefaultSampling))
     text = said.get("description")
     return found | ({"description": text[:2000]} if isinstance(text, str) else {})
 

@@ -46,6 +46,36 @@ def answers(client: openai.OpenAI, name: str, model: PreTrainedModel, new: int =
     assert ask(client, new=new, name=name) == generated(model, prompt_tokens(), new)
 
 
+# --- how it is sampled
+
+
+def test_a_folder_s_sampling_stands_where_a_request_says_nothing(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    make_folder(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "temperature": 3.0, "top_k": 40, "num_beams": 2}))
+    told = "generation_config.json has num_beams, which answers here do not keep to"
+    assert deploy(node, "wild", tmp_path)["warning"] == told
+
+    def said(**fields: Any) -> str:
+        body: Any = {"ignore_eos": True, **fields}
+        made = client.completions.create(model="wild", prompt="one two", max_tokens=40, seed=5, extra_body=body)
+        return made.choices[0].text
+
+    assert said() == said(temperature=3.0, top_k=40, top_p=1.0)
+    assert said() != said(temperature=1.0, top_k=0), "it makes a difference"
+    assert node.status()["functions"]["wild"]["llm"]["sampling"] == {"temperature": 3.0, "top_k": 40}
+    shown = CliRunner().invoke(cli.cli, ["--run", str(node.run), "status", "wild"]).output
+    assert "temperature 3.0, top_k 40" in shown
+    answer = client.responses.create(model="wild", input="one", max_output_tokens=1, top_p=0.5)
+    assert (answer.temperature, answer.top_p) == (3.0, 0.5)
+    file.write_text(json.dumps({"temperature": "wild"}))
+    with pytest.raises(CallRefused, match=r"generation_config\.json has temperature 'wild'; write a number"):
+        deploy(node, "wild", tmp_path)
+    node.remove("wild")
+
+
 # --- where it comes from
 
 

@@ -22,6 +22,7 @@ from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tools import grammar_of
 from dormouse.client_shim.llm.workers import Work
 from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DefaultSampling
 
 WORDS: Any = tokenizer()
 
@@ -60,7 +61,7 @@ def opened(
     )
     told = r.logprobs_of(asked)
     answer = OpenAiAnswer(kind=kind, id="c", model="m", wants_logprobs=told >= 0)
-    request = OpenRequest(number, asked, answer, [1], 100, told)
+    request = OpenRequest(number, asked, answer, [1], 100, told, DefaultSampling())
     request.generations.append(OpenChoice(number, request, Choice(0), 0, TextStream(Decoding(words), stops)))
     answering.add(request)
 

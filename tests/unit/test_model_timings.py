@@ -23,6 +23,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.front.answers import server_timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DefaultSampling
 
 US = 1_000_000
 
@@ -30,7 +31,7 @@ US = 1_000_000
 def open_request(came_s: float, prompt: int = 5) -> OpenRequest:
     answer = OpenAiAnswer(kind="completions", id="x", model="m")
     asked = r.parse("completions", b'{"prompt": "x"}')
-    request = OpenRequest(3, asked, answer, [7] * prompt, 100, -1, came_s=came_s)
+    request = OpenRequest(3, asked, answer, [7] * prompt, 100, -1, DefaultSampling(), came_s=came_s)
     request.generations = [OpenChoice(n, request, Choice(n), 0, TextStream(Decoding(tokenizer()))) for n in range(2)]
     return request
 

@@ -142,6 +142,36 @@ def test_a_gguf_file_s_ends_of_turns_and_messages_are_ends(tmp_path: Path) -> No
     assert words.encode("<unused1>", special=False) == [260]
 
 
+# --- sampling
+
+
+def opened(words: Words, route: str = "chat", **fields: Any) -> Any:
+    body = orjson.dumps(fields or {"messages": [{"role": "user", "content": "q"}]})
+    run = m.Run(request=1, lease=None, body=body, nbytes=len(body), route=route)
+    return Understanding("model", SPEC, words, count(1)).opened(run)
+
+
+def test_the_folder_s_sampling_is_what_a_runtime_is_told(tmp_path: Path) -> None:
+    wished = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 3, "stop_strings": ["two"]}
+    words = words_of(tmp_path, TOOLS, generation_config=wished)
+    request = opened(words)
+    (submit,) = request.generations[0].submits(words.ends, 0.0)
+    assert (submit.temperature, submit.top_k, submit.top_p) == (0.5, 7, 1.0)
+    assert request.limit == len(request.prompt) + 3
+    request = opened(words, "completions", prompt=[1] * 4095, top_k=0)
+    (submit,) = request.generations[0].submits(words.ends, 0.0)
+    assert (submit.temperature, submit.top_k, request.limit) == (0.5, 0, 4096), "as much as the context has room for"
+    assert opened(words, "completions", prompt=[1], max_tokens=9).limit == 10
+    choice = said(words, "onetwo")
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+
+
+def test_an_answer_of_responses_tells_its_sampling(tmp_path: Path) -> None:
+    words = words_of(tmp_path, TOOLS, generation_config={"temperature": 0.5, "top_p": 0.25})
+    answer = opened(words, "responses", input="q", top_p=0.75).answer
+    assert (answer.asked.temperature, answer.asked.top_p) == (0.5, 0.75)
+
+
 # --- the chat template
 
 
