@@ -107,4 +107,6 @@ def _checked(line: str, torch: str) -> str:
         why = "is a build for GPUs" if cuda else "is another version"
         text = f"{line[:80]!r} {why}: functions have the node's torch {torch}; write torch without a version"
         raise RequirementsRefused("cuda_refused" if cuda else "torch_held", text)
+    if here and name == "torch" and "+" in str(wanted.specifier):
+        return name  # the node's own build, by a name that its files need not have
     return written

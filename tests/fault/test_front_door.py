@@ -183,9 +183,9 @@ def test_d16_json_that_nothing_can_hold_is_the_clients_mistake(node: TestNode) -
         connection.close()  # a good answer is as deep as the body: this test's decoder could not hold it
         return response.status, "" if response.status == 200 else json.loads(data)["error"]["code"]
 
-    bad = b"[" * 100_000, nested(100_000), nested(1500), b"1" * 10**6, b"1e999", b'"\xff"', b'"\xed\xa0\x80"'
+    bad = b"[" * 100_000, nested(100_000), b"1" * 10**6, b"1e999", b'"\xff"', b'"\xed\xa0\x80"'
     assert [status(body) for body in bad] == [(400, "bad_json")] * len(bad)
-    for levels in range(960, 1020, 6):  # what the router takes and what the instance takes are not quite the same
+    for levels in (*range(960, 1020, 6), 1500, 5000):  # how many are too many depends on Python
         assert status(nested(levels)) in ((200, ""), (400, "bad_json")), levels
     for body in (nested(900, b"null"), b"0." + b"1" * 10**6, b"[" + b"[]," * 10**5 + b"1]"):
         assert status(body) == (200, ""), body[:20]

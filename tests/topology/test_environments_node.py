@@ -261,7 +261,7 @@ def test_a_library_that_the_zygote_has_imported_in_another_version(node: TestNod
         ("bright\ncolours==2.0", "unsolvable", "conflicting dependencies"),
         ("compiled", "needs_build", "compiled has no wheel for Python"),
         ("torch==1.0", "torch_held", "functions have the node's torch"),
-        ("torch==2.13.0+cu130", "cuda_refused", "is a build for GPUs"),
+        ("torch==2.13.0+cu126", "cuda_refused", "is a build for GPUs"),
         ("old-torch", "torch_held", "old-torch 1.0 depends on torch==1.0"),
         ("other-numpy", "version_held", "is in use, and another cannot be: The conflict is caused by: other-numpy 1.0"),
         ("gpu-only", "cuda_refused", "nvidia-cublas-cu12 12.0, a part of CUDA"),

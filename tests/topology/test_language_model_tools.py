@@ -237,7 +237,7 @@ def test_a_model_whose_template_has_no_tools_is_refused_by_name(client: openai.O
         (b'{"model":"chat","messages":[{"role":"user","content":"\\ud800"}]}', ""),
         (b'{"model":"chat","messages":[{"role":"user","content":"x"}],"stop":"\\udfff"}', ""),
         (b'{"model":"chat","messages":[{"role":"user","content":"x"}],"colour":"red"}', "colour"),
-        (b'{"model":"chat","messages":[{"role":"user","content":' + b"[" * 5000 + b"]" * 5000 + b"}]}", ""),
+        (b'{"model":"chat","messages":[{"role":"user","content":' + b"[" * 50_000 + b"]" * 50_000 + b"}]}", ""),
         (b'{"model":"chat","messages":[{"role":"user","content":3}]}', "messages"),
     ],
 )

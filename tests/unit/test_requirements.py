@@ -30,6 +30,12 @@ def test_lines_without_comments() -> None:
     assert checked(hashed, TORCH) == checked(hashed.replace(" --", "\\\r\n --"), TORCH) == f"{hashed}\n"
 
 
+def test_the_node_s_own_build_is_what_functions_have() -> None:
+    """PyPI's torch calls itself 2.13.0+cu130, and its files 2.13.0: pip would find no such version."""
+    assert checked("torch==2.13.0+cpu", TORCH) == "torch\n"
+    assert checked("torch[opt]>=2.13.0; python_version > '3'", TORCH) == 'torch[opt]>=2.13.0; python_version > "3"\n'
+
+
 def test_what_is_not_for_here_is_not_looked_at() -> None:
     line = 'torch==2.5; sys_platform == "win32"'
     assert checked(line, TORCH) == f"{line}\n"
