@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from dormouse.client_shim.llm.adapter_config import CONFIG, AdapterConfig, read_config
-from dormouse.client_shim.llm.adapter_tensors import PREFIX, ModuleTensors, Shape, WantedTensors, wanted_tensors
+from dormouse.client_shim.llm.adapter_tensors import PREFIX, ModuleTensors, WantedTensors, wanted_tensors
 from dormouse.client_shim.llm.checkpoint import Checkpoint, SafetensorsFiles, StoredTensor
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.schemas.errors import ConfigError
@@ -48,7 +48,7 @@ def read_adapter(folder: str, model: Any, base_name: str = "") -> FoundAdapter:
         raise BadFolder(f"{CONFIG}: {error}") from error
     _check_names(stored, wanted, {name for name, _ in model.named_modules()})
     for name, tensor in stored.items():
-        _check(name, tensor, wanted.shapes[name], name in wanted.replaced)
+        _check(name, tensor, wanted)
     for name, value in checkpoint.read(stored):
         if not value.isfinite().all():
             raise BadFolder(f"{WEIGHTS}: {_short(name)!r} has NaN or infinite values: its training has diverged")
@@ -91,14 +91,21 @@ def _stranger(name: str, modules: set[str]) -> str:
     return ", which matches nothing in the base: the adapter is another model's"
 
 
-def _check(name: str, tensor: StoredTensor, shape: Shape, whole: bool) -> None:
+def _check(name: str, tensor: StoredTensor, wanted: WantedTensors) -> None:
     if not tensor.served:
         raise BadFolder(f"{WEIGHTS}: {name!r} is of type {tensor.kind}; adapters of F32, F16 and BF16 are served")
-    if tensor.shape == shape:
+    has, shape = tensor.shape or (), wanted.shapes[name]
+    if has == shape:
         return
-    what = f"{WEIGHTS}: {name!r} is {list(tensor.shape or ())}, and has to be {list(shape)}"
-    if len(tensor.shape or ()) == 2 and (whole or ".lora_embedding_A" in name):
-        raise BadFolder(f"{what}: resized embeddings are not served, or it is another model's")
+    what = f"{WEIGHTS}: {name!r} is {list(has)}, and has to be {list(shape)}"
+    differing = [pair for pair in zip(has, shape, strict=False) if pair[0] != pair[1]]
+    of_tokens = any(name.startswith(f"{PREFIX}{end}.") for end in wanted.ends)
+    if of_tokens and len(has) == len(shape) and [base for _, base in differing] == [wanted.tokens]:
+        tokens = differing[0][0]
+        raise BadFolder(
+            f"{what}: the embeddings were resized to {tokens:,} tokens, which is not served over a base of "
+            f"{wanted.tokens:,}; call resize_token_embeddings({tokens}) on the base, save it, and deploy over that"
+        )
     raise BadFolder(f"{what} by {CONFIG} and base: the adapter is another model's, or its rank another one")
 
 

@@ -41,8 +41,11 @@ _IGNORED: Final = {
 }
 """They change nothing here, by why."""
 
-_INIT: Final = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
-"""They change only A and B, which are in the file. Others have changed the base too."""
+_INIT: Final = ("gaussian", "eva", "orthogonal", "mica", "true", "false", "none")
+"""They change only A and B, which are in the file."""
+
+_BASES_TOO: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""These have changed the base's weights before the first step. What follows, as in pissa_niter_16, does not matter."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +85,16 @@ def read_config(folder: str) -> AdapterConfig:
         config = msgspec.convert(raw, AdapterConfig)
     except msgspec.ValidationError as error:
         raise BadFolder(f"{CONFIG}: {error}") from error
-    if str(config.init_lora_weights).lower() not in (*_INIT, "none"):
-        raise BadFolder(
-            f"{CONFIG}: init_lora_weights is {config.init_lora_weights!r}, which has changed the base's weights in "
-            "training; save it with path_initial_model_for_weight_conversion"
+    init = str(config.init_lora_weights)
+    if init.lower() not in _INIT:
+        why = (
+            "which has changed the base's weights before training: save it with "
+            "path_initial_model_for_weight_conversion; or, if the base was saved after that change, deploy over that, "
+            "with init_lora_weights true"
+            if init.lower().startswith(_BASES_TOO)
+            else "which is not known, and may have changed the base's weights"
         )
+        raise BadFolder(f"{CONFIG}: init_lora_weights is {init[:80]!r}, {why}")
     _check_lists(config)
     return config
 

@@ -27,13 +27,17 @@ class ModuleTensors(NamedTuple):
 
 
 class WantedTensors(NamedTuple):
-    """``replaced`` are the parameters that a tensor stands for, its own one first; ``optional`` need not be there."""
+    """``replaced`` are the parameters that a tensor stands for, its own one first; ``optional`` need not be there.
+    ``ends`` are the modules with a row for each of the base's ``tokens``.
+    """
 
     modules: list[AdapterModule]
     tensors: dict[str, ModuleTensors]  # by module
     shapes: dict[str, Shape]  # by tensor
     optional: set[str]
     replaced: dict[str, list[str]]  # by tensor
+    ends: list[str]
+    tokens: int
 
 
 def wanted_tensors(config: AdapterConfig, model: Any) -> WantedTensors:
@@ -46,7 +50,7 @@ def wanted_tensors(config: AdapterConfig, model: Any) -> WantedTensors:
     if config.ensure_weight_tying and _tied(named, ends):
         for names in (targets, saved):
             names.extend(end for end in ends if ends[0] in names and end not in names)
-    wanted = WantedTensors([], {}, {}, set(), {})
+    wanted = WantedTensors([], {}, {}, set(), {}, ends, model.get_input_embeddings().weight.shape[0])
     scales = Scales(config)
     for name in targets:
         _add_module(wanted, name, named[name], *scales.of(name), config.lora_bias)

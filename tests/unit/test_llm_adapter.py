@@ -1,12 +1,14 @@
 """Folders of LoRA adapters as PEFT writes them: what is read of them computes what PEFT computes."""
 
+import dataclasses
+import typing
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
-from adapter_folders import APART, PREFIX, TIED, base_model, configure, peft, plain, read_folder, save_adapter
+from adapter_folders import APART, PREFIX, TIED, base_model, configure, peft, plain, read_folder, refused, save_adapter
 from language_models import prompts, spec_of
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -70,62 +72,153 @@ def _compared(folder: Path, family: str, base: dict[str, Any]) -> FoundAdapter:
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "base", "config"),
-    [
-        ("llama", {}, {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 12}),
-        ("llama", {}, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_alpha": 3}),
-        ("llama", {}, {"target_modules": r"model\.layers\.1\..*(q|up)_proj"}),
-        ("llama", {}, {"target_modules": "all-linear"}),
-        ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}),
-        ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*\.0\..*"}),
-        ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
-        ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}),
-        ("llama", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
-        ("llama", {"attention_bias": True}, {"target_modules": ["q_proj"], "lora_bias": True, "bias": "all"}),
-        ("qwen2", {}, {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
-        ("qwen2", {}, {"target_modules": ["q_proj"], "bias": "all"}),
-        ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-        ("gpt2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": False, "bias": "all"}),
-        ("gpt2", {}, {"target_modules": ["c_fc", "wte", "wpe"]}),
-        ("gpt2", {}, {"target_modules": "all-linear", "modules_to_save": ["wte"]}),
-        ("opt", {}, {"target_modules": ["fc1"], "bias": "lora_only"}),
-        ("phi", APART, {"target_modules": ["dense", "lm_head"], "bias": "all"}),
-        ("phi", APART, {"target_modules": ["dense"], "modules_to_save": ["lm_head"], "bias": "all"}),
-        ("gpt_neox", {}, {"target_modules": ["query_key_value"]}),
-        ("mistral", {}, {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"}),
-        ("qwen3", {}, {"target_modules": ["k_proj"], "modules_to_save": ["q_norm"]}),
-        ("gemma2", {}, {"target_modules": ["q_proj", "embed_tokens"]}),
-        ("llama", APART, {"target_modules": ["embed_tokens", "q_proj"]}),
-        ("llama", APART, {"target_modules": ["lm_head", "q_proj"]}),
-        ("llama", TIED, {"target_modules": ["embed_tokens"]}),
-        ("llama", TIED, {"target_modules": ["lm_head"]}),
-        ("llama", TIED, {"target_modules": ["embed_tokens", "lm_head"]}),
-        ("llama", TIED, {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
-        ("llama", APART, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
-        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
-        ("llama", {}, {"target_modules": "all-linear", "modules_to_save": ["norm", "mlp"]}),
-        (
-            "llama",
-            {},
-            {
-                "target_modules": ["q_proj", "k_proj", "gate_proj"],
-                "rank_pattern": {
-                    "q_proj": 2,
-                    r"layers\.1\..*k_proj": 6,
-                    "self_attn.k_proj": 5,
-                    "^model.layers.0.mlp.gate_proj": 3,
-                },
-                "alpha_pattern": {"layers.0.self_attn.q_proj": 20, "proj": 1},
-                "use_rslora": True,
+SERVED: Final[list[tuple[str, dict[str, Any], dict[str, Any]]]] = [
+    ("llama", {}, {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 12}),
+    ("llama", {}, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_alpha": 3}),
+    ("llama", {}, {"target_modules": r"model\.layers\.1\..*(q|up)_proj"}),
+    ("llama", {}, {"target_modules": "all-linear"}),
+    ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}),
+    ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*\.0\..*"}),
+    ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}),
+    ("llama", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
+    ("llama", {"attention_bias": True}, {"target_modules": ["q_proj"], "lora_bias": True, "bias": "all"}),
+    ("qwen2", {}, {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
+    ("qwen2", {}, {"target_modules": ["q_proj"], "bias": "all"}),
+    ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    ("gpt2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": False, "bias": "all"}),
+    ("gpt2", {}, {"target_modules": ["c_fc", "wte", "wpe"]}),
+    ("gpt2", {}, {"target_modules": "all-linear", "modules_to_save": ["wte"]}),
+    ("opt", {}, {"target_modules": ["fc1"], "bias": "lora_only"}),
+    ("phi", APART, {"target_modules": ["dense", "lm_head"], "bias": "all"}),
+    ("phi", APART, {"target_modules": ["dense"], "modules_to_save": ["lm_head"], "bias": "all"}),
+    ("gpt_neox", {}, {"target_modules": ["query_key_value"]}),
+    ("mistral", {}, {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"}),
+    ("qwen3", {}, {"target_modules": ["k_proj"], "modules_to_save": ["q_norm"]}),
+    ("gemma2", {}, {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("llama", APART, {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("llama", APART, {"target_modules": ["lm_head", "q_proj"]}),
+    ("llama", TIED, {"target_modules": ["embed_tokens"]}),
+    ("llama", TIED, {"target_modules": ["lm_head"]}),
+    ("llama", TIED, {"target_modules": ["embed_tokens", "lm_head"]}),
+    ("llama", TIED, {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("llama", APART, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+    ("llama", {}, {"target_modules": "all-linear", "modules_to_save": ["norm", "mlp"]}),
+    (
+        "llama",
+        {},
+        {
+            "target_modules": ["q_proj", "k_proj", "gate_proj"],
+            "rank_pattern": {
+                "q_proj": 2,
+                r"layers\.1\..*k_proj": 6,
+                "self_attn.k_proj": 5,
+                "^model.layers.0.mlp.gate_proj": 3,
             },
-        ),
-    ],
-)
+            "alpha_pattern": {"layers.0.self_attn.q_proj": 20, "proj": 1},
+            "use_rslora": True,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "base", "config"), SERVED)
 def test_it_computes_what_peft_computes(tmp_path: Path, family: str, base: Any, config: Any) -> None:
     _same(tmp_path, family, base, **config)
+
+
+HARMLESS: Final[dict[str, Any]] = {
+    "task_type": "CAUSAL_LM",
+    "peft_type": "LORA",
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers"},
+    "peft_version": "99.0",
+    "base_model_name_or_path": "org/name",
+    "revision": "main",
+    "inference_mode": False,
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": False,
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "ipm"},
+    "lora_ga_config": {"scale": "unit"},
+    "qalora_group_size": 32,
+    "runtime_config": {"ephemeral_gpu_offload": True},
+}
+"""Fields that change nothing of what is computed, each with another value than its default."""
+
+OF_MEGATRON: Final = {"megatron_config": {"a": 1}, "megatron_core": "megatron"}
+"""They change nothing either, but PEFT cannot load them without it."""
+
+REFUSED: Final[dict[str, Any]] = {
+    "trainable_token_indices": [3],
+    "use_dora": True,
+    "velora_config": {"rank": 1},
+    "alora_invocation_tokens": [3],
+    "use_qalora": True,
+    "monteclora_config": {"num_samples": 2},
+    "layer_replication": [[0, 1]],
+    "target_parameters": ["mlp.down_proj.weight"],
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1.0},
+}
+
+
+def test_each_field_of_peft_is_honoured_harmless_or_refused() -> None:
+    """A field that a newer PEFT has wants a place in one of the three."""
+    honoured = {name for _, _, config in SERVED for name in config} - HARMLESS.keys()
+    assert not REFUSED.keys() & honoured
+    known = {*honoured, *HARMLESS, *OF_MEGATRON, *REFUSED}
+    assert known == {field.name for field in dataclasses.fields(peft.LoraConfig)}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_fields_that_change_nothing_for_peft_either(tmp_path: Path, field: str) -> None:
+    save_adapter(tmp_path, base_model(num_hidden_layers=1), target_modules=["q_proj"])
+    before = read_folder(tmp_path, num_hidden_layers=1).spec
+    configure(tmp_path, **{field: HARMLESS[field]})
+    assert _compared(tmp_path, "llama", {"num_hidden_layers": 1}).spec == before
+
+
+@pytest.mark.parametrize("field", OF_MEGATRON)
+def test_fields_of_megatron_are_left_out(tmp_path: Path, field: str) -> None:
+    before = read_folder(plain(tmp_path), num_hidden_layers=1).spec
+    configure(tmp_path, **{field: OF_MEGATRON[field]})
+    assert read_folder(tmp_path, num_hidden_layers=1).spec == before
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_fields_that_are_refused_by_name(tmp_path: Path, field: str) -> None:
+    configure(plain(tmp_path), **{field: REFUSED[field]})
+    assert f"adapter_config.json has {field}: " in refused(tmp_path)
+
+
+_OWN_WEIGHTS: Final = ("gaussian", "eva", "orthogonal", "mica")
+_BASES_TOO: Final = ("olora", "pissa", "pissa_niter_[number of iters]", "corda", "loftq")
+
+
+@pytest.mark.parametrize("init", [True, False, *_OWN_WEIGHTS])
+def test_where_training_began_is_in_the_file(tmp_path: Path, init: Any) -> None:
+    _same(tmp_path, "llama", {}, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", [*_BASES_TOO, "pissa_niter_16", "lora_ga"])
+def test_where_training_began_changed_the_base(tmp_path: Path, init: str) -> None:
+    configure(plain(tmp_path), init_lora_weights=init)
+    assert f"init_lora_weights is '{init}', which has changed the base's weights before training" in refused(tmp_path)
+
+
+def test_where_training_began_is_not_known(tmp_path: Path) -> None:
+    configure(plain(tmp_path), init_lora_weights="something_new")
+    assert "init_lora_weights is 'something_new', which is not known, and may have" in refused(tmp_path)
+
+
+def test_each_beginning_that_peft_has_is_known() -> None:
+    _, names = typing.get_args(typing.get_type_hints(peft.LoraConfig)["init_lora_weights"])
+    assert set(typing.get_args(names)) == {*_OWN_WEIGHTS, *_BASES_TOO}
 
 
 def test_embeddings_that_were_saved_though_nothing_trained_them(tmp_path: Path) -> None:

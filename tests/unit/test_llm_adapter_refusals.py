@@ -112,8 +112,12 @@ def _poisoned(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
         ),
         (lambda t: t.update({f"{Q}.base_layer.bias": torch.ones(64)}), "matches nothing in the base"),
         (
+            lambda t: t.update({f"{PREFIX}lm_head.weight": torch.ones(320, 32)}),
+            "[320, 32], and has to be [320, 64] by adapter_config.json and base: the adapter is another model's",
+        ),
+        (
             lambda t: t.update({f"{PREFIX}lm_head.weight": torch.ones(322, 64)}),
-            "[322, 64], and has to be [320, 64]: resized embeddings",
+            "[322, 64], and has to be [320, 64]: the embeddings were resized to 322 tokens",
         ),
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(4, 32)}), "is [4, 32], and has to be [4, 64] by"),
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(256)}), "is [256], and has to be [4, 64] by"),
@@ -134,11 +138,27 @@ def test_tensors_that_are_not_served(folder: Path, change: Any, what: str) -> No
     assert what in refused(folder)
 
 
-def test_embeddings_that_were_resized(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "config"),
+    [
+        ({}, {"target_modules": ["embed_tokens"]}),
+        ({"save_embedding_layers": True}, {"target_modules": ["q_proj"]}),
+        ({}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ({"save_embedding_layers": True}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ({"save_embedding_layers": True}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        ({}, {"target_modules": ["q_proj", "lm_head"]}),
+    ],
+)
+@pytest.mark.parametrize("tokens", [330, 310])
+def test_embeddings_that_were_resized(tmp_path: Path, tokens: int, save: Any, config: Any) -> None:
+    """Whichever of their copies comes first in the file."""
     base = base_model(num_hidden_layers=1)
-    base.resize_token_embeddings(330)
-    save_adapter(tmp_path, base, target_modules=["embed_tokens"])
-    assert "resized embeddings are not served" in refused(tmp_path)
+    base.resize_token_embeddings(tokens)
+    save_adapter(tmp_path, base, save, **config)
+    said = refused(tmp_path)
+    assert f"the embeddings were resized to {tokens} tokens, which is not served over a base of 320" in said
+    assert f"call resize_token_embeddings({tokens}) on the base" in said
+    assert "another" not in said
 
 
 def test_an_adapter_of_another_base(tmp_path: Path) -> None:
