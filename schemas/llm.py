@@ -18,6 +18,9 @@ Dtype = Literal["float32", "bfloat16"]
 DONE: Final = b"data: [DONE]\n\n"
 """Ends the events of a streamed answer, in OpenAI's interface."""
 
+GENERATION_CONFIGS: Final = ("auto", "none")
+"""Of language models: how their files say that they are sampled is the default, or OpenAI's is."""
+
 ISOLATIONS: Final = ("tenant", "function")
 """Of language models: equal ones of a tenant share a runtime, or each function has its own."""
 
@@ -46,7 +49,8 @@ MOST_LOGPROBS: Final = 20
 
 class DefaultSampling(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """How tokens are chosen where a request says nothing; ``top_k`` 0 and ``max_tokens`` None are no limit. ``stop``:
-    texts that end an answer in any case.
+    texts that end an answer that keeps to no schema, unless it ignores ends. ``unfollowed``: fields of the model's
+    files that answers do not keep to.
     """
 
     temperature: float = 1.0
@@ -58,6 +62,7 @@ class DefaultSampling(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=T
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    unfollowed: tuple[str, ...] = ()
 
 
 Check = Callable[[Any], bool]

@@ -48,6 +48,9 @@ class Settings:
     convert: bool = _set(False, "Also take weights that are pickled: a sandbox reads them.", of="models")
     context: int = _set(0, "Its longest sequence, in tokens.", of="models", unset="the model's own")
     dtype: str = _set("auto", "Its numbers: auto, bfloat16 or float32.", of="models")
+    generation_config: str = _set(
+        "auto", "What its files say of sampling holds where requests say nothing (auto), or not (none).", of="models"
+    )
     ttft: str | int = _set(500, "Wanted time to its first token.", kind="duration", of="models")
     tpot: str | int = _set(60, "Wanted time of each further token.", kind="duration", of="models")
     isolation: str = _set(

@@ -56,6 +56,23 @@ def gguf_ends(folder: str, name: str) -> list[Any]:
     return [int(field.contents()) for field in ends if field is not None and np.ndim(field.contents()) == 0]
 
 
+_SAMPLING: Final = "general.sampling."
+_SAMPLED: Final = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""What is called otherwise in generation_config.json."""
+
+
+def gguf_sampling(folder: str, name: str) -> dict[str, Any]:
+    """How it says that it is sampled, as ``generation_config.json`` would say it. Of one that was read before."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(os.path.join(folder, name)).fields
+    said = {key.removeprefix(_SAMPLING): field.contents() for key, field in fields.items() if key.startswith(_SAMPLING)}
+    return {  # of single precision: 0.7 is meant, not 0.699999988
+        _SAMPLED.get(key, key): float(f"{value:.7g}") if isinstance(value, float) else value
+        for key, value in said.items()
+    }
+
+
 class GgufFile:
     """Its weights. ``model`` has the modules that they are for. Raises BadFolder."""
 

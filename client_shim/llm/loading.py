@@ -16,6 +16,7 @@ from dormouse.client_shim.llm.adapter import FoundAdapter, read_adapter
 from dormouse.client_shim.llm.adapter_weights import without_equal
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.sampling import warning_of
 from dormouse.core.modelfolder import ADAPTER
 from dormouse.core.quantities import size
 from dormouse.schemas import messages as m
@@ -63,8 +64,8 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
         stored = {wanted.aliases[parameter]: name for name, parameter in names.items()}
         again = c.find_weights(folder, settings.convert) if found is not None else checkpoint  # is read once
         adapter = without_equal(adapter, lambda name: _read(again, stored[wanted.aliases[name]], spec))
-    words = Words(folder, spec, gguf)
-    warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes), words.warning]
+    words = Words(folder, spec, gguf, settings.generation_config == "auto")
+    warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes), warning_of(words.sampling)]
     if adapter is not None:
         warnings.append(adapter.warning)
     places, kept = weights.upload(spec, checkpoint, wanted, names)

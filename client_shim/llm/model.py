@@ -10,11 +10,11 @@ from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.gguf_file import gguf_ends
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.requests import RefusedRequest
-from dormouse.client_shim.llm.sampling import FILE, sampling_of
+from dormouse.client_shim.llm.sampling import FILE, read_sampling
 from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tools import ToolFormat
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import DecoderSpec, DefaultSampling
 
 
 def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
@@ -37,15 +37,17 @@ def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
 
 
 class Words:
-    """Tokenizer and template; ``gguf``: the file that they are in. Raises BadFolder."""
+    """Tokenizer and template; ``gguf``: the file that they are in; ``samples``: whether the folder's sampling is the
+    default. Raises BadFolder.
+    """
 
-    def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "") -> None:
+    def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "", samples: bool = True) -> None:
         self._tokenizer, self._vocabulary = tokenizer_of(folder, spec.vocabulary, gguf), spec.vocabulary
         self.template = ChatTemplate(self._tokenizer)
         self._decoding = Decoding(self._tokenizer)
         self.special = self._decoding.special  # tokens that are no text, by their names
         self.ends = self._ends(folder, gguf)
-        self.sampling, self.warning = sampling_of(folder)
+        self.sampling = read_sampling(folder, gguf) if samples else DefaultSampling()
         self.grammars = Grammars(self._tokenizer, spec.vocabulary, self.ends)
 
     def _ends(self, folder: str, gguf: str) -> list[int]:

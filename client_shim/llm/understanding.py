@@ -44,7 +44,9 @@ class Understanding:
             asked = as_chat(given)
             r.check(asked)
             sampling = chosen(self._words.sampling, asked)
-            given.temperature, given.top_p = sampling.temperature, sampling.top_p  # the answer tells them
+            # The answer tells them.
+            given.temperature, given.top_p = sampling.temperature, sampling.top_p
+            given.max_output_tokens = given.max_output_tokens or sampling.max_tokens
             answer = ResponsesAnswer(id=f"resp_{os.urandom(16).hex()}", model=given.model or self._name, asked=given)
             return self._opened(number, asked, answer)
         except r.RefusedRequest as error:
@@ -64,7 +66,9 @@ class Understanding:
         # What a grammar makes is a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
         certain = request.wanted is not None and form is not None and not form.listed
         certain = certain and not (form is not None and form.bare and r.schema_of(asked) is not None)
-        seed, stops = r.seed_of(asked), [*r.stops_of(asked), *sampling.stop]
+        seed, stops = r.seed_of(asked), r.stops_of(asked)
+        if request.wanted is None and not asked.ignore_eos:  # what keeps to a schema is whole where that says so
+            stops += sampling.stop
         for index in range(asked.n or 1):
             generation = OpenChoice(
                 number=next(self._numbers),

@@ -193,6 +193,10 @@ def show_changes(answer: dict[str, Any], err: bool = False) -> None:
     if kept := answer.get("kept"):
         names = ", ".join(each if "." in each else each.replace("_", "-") for each in kept)
         click.echo(f"  as before: {names} (--reset OPTION ends that)", err=err)
+    if sampling := answer.get("sampling"):
+        from dormouse.core.node.statusview import sampling_text
+
+        click.echo(f"  sampling, unless a request says otherwise: {sampling_text(sampling)}", err=err)
     if warning := answer.get("warning"):
         click.echo(f"warning: {warning}", err=True)
 

@@ -229,8 +229,9 @@ def status(context: CommandContext, name: str | None, all_: bool, check: bool, j
                             of tpot_ms (of each further token) wanted_ttft_ms
                             wanted_tpot_ms counted in_time complies
                             prompt_tokens made_tokens reused_tokens
-                            sampling (of its folder, where a request says
-                            nothing)
+                            sampling (of its files, where a request says
+                            nothing; unfollowed: their fields that answers do
+                            not keep to)
                  runtimes (processes that compute it): gpu pid running
                             waiting preempted (sequences) kv_blocks
                             kv_blocks_used kv_blocks_idle (hold beginnings

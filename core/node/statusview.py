@@ -323,9 +323,14 @@ def tokens_row(name: str, llm: dict[str, Any], percentile: float) -> dict[str, A
 
 
 def sampling_row(name: str, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What stands in its folder's generation_config.json, by the names that requests have for it."""
-    said = (f"{field} {json.dumps(value)}" for field, value in sampling.items())
-    return {"model": name, "sampling, unless a request says otherwise": ", ".join(said)}
+    return {"model": name, "sampling, unless a request says otherwise": sampling_text(sampling)}
+
+
+def sampling_text(sampling: dict[str, Any]) -> str:
+    """What the model's files say, by the names that requests have for it."""
+    said = [f"{field} {json.dumps(value)}" for field, value in sampling.items() if field != "unfollowed"]
+    ignored = sampling.get("unfollowed")
+    return ", ".join(said or ["OpenAI's"]) + (f"; not followed: {', '.join(ignored)}" if ignored else "")
 
 
 def runtime_row(name: str, runtime: dict[str, Any]) -> dict[str, Any]:

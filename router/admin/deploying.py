@@ -22,10 +22,11 @@ from dormouse.router.admin.snapshots import Upload, disk_full
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import MOST_OPEN
+from dormouse.router.front import openapi
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import ISOLATIONS
+from dormouse.schemas.llm import GENERATION_CONFIGS, ISOLATIONS
 from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettings
 from dormouse.schemas.options import FILE, FILE_NBYTES
 
@@ -53,8 +54,13 @@ def spec_of(
     is_llm = (settings.llm or base is not None) and not settings.embedding
     if settings.isolation and not is_llm:
         raise ConfigError("isolation is of language models that make text (--llm): others have no runtime")
+    if settings.generation_config != "auto" and not is_llm:
+        raise ConfigError("generation_config is of language models that make text (--llm): leave it out")
     if settings.isolation not in ("", *ISOLATIONS):
         raise ConfigError(f"isolation is {settings.isolation!r}; write {' or '.join(ISOLATIONS)}")
+    if settings.generation_config not in GENERATION_CONFIGS:
+        text = f"generation_config is {settings.generation_config!r}; write {' or '.join(GENERATION_CONFIGS)}"
+        raise ConfigError(text)
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
@@ -177,6 +183,7 @@ def _llm_of(name: str, entry: str, settings: a.Settings, isolation: str, base: F
         tpot_ms=_ms("tpot", settings.tpot),
         convert=settings.convert,
         isolation=settings.isolation or isolation,
+        generation_config=settings.generation_config,
     )
 
 
@@ -184,7 +191,7 @@ def _adapted(name: str, entry: str, settings: a.Settings, isolation: str, base: 
     """Raises ConfigError."""
     if entry != ADAPTER_CONFIG:
         raise ConfigError(f"the entry of an adapter is {entry!r}; name its {ADAPTER_CONFIG}")
-    for each in ("llm", "convert", "context", "dtype"):
+    for each in ("llm", "convert", "context", "dtype", "generation_config"):
         if getattr(settings, each) != getattr(a.Settings(), each):
             raise ConfigError(f"an adapter has no {each} of its own: it is computed as {base.name!r} is; leave it out")
     if base.llm is None:
@@ -308,7 +315,13 @@ class Deploying:
         assert settled.spec is not None
         self._audited |= options.told_in_audit(settled.spec)
         answer = {"name": settled.spec.name, "version": settled.spec.version}
-        return answer | ({"warning": settled.warning} if settled.warning else {})
+        return answer | noted(settled)
+
+
+def noted(settled: e.Settled) -> dict[str, Any]:
+    """What who deploys should know: of a language model, how its files say that it is sampled."""
+    said = {"warning": settled.warning, "sampling": openapi.said_in(settled.schema).get("sampling")}
+    return {key: value for key, value in said.items() if value}
 
 
 def _read(path: Path) -> str:

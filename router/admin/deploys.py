@@ -20,7 +20,7 @@ from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import options
 from dormouse.router.admin.asks import Asks
-from dormouse.router.admin.deploying import Deploying, DeployPlan, spec_of, within_quota
+from dormouse.router.admin.deploying import Deploying, DeployPlan, noted, spec_of, within_quota
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
@@ -212,7 +212,7 @@ class Deploys:
         assert settled.spec is not None
         audited |= options.told_in_audit(settled.spec) | {"as": spec.version}
         answer = {"name": act.name, "version": settled.spec.version, "as": spec.version, **says}
-        return answer | ({"warning": settled.warning} if settled.warning else {})
+        return answer | noted(settled)
 
     def _versions(self, caller: Caller, name: str) -> list[Version]:
         """Oldest first, without those of another tenant that has had the name."""

@@ -88,7 +88,7 @@ def kept(p: RouterState, name: str, warning: str = "") -> None:
 
 
 def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
-    p.settle(deploy.ask, None, deploy.spec, deploy.warning)
+    p.settle(deploy.ask, None, deploy.spec, deploy.warning, deploy.schema)
     before = p.functions.get(name)
     function = p.functions[name] = ServedFunction(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
     function.schema = deploy.schema

@@ -286,6 +286,7 @@ class Settled:
     spec: m.FunctionSpec | None
     failure: m.Failure | None
     warning: str = ""  # of a deploy that went well
+    schema: bytes = b""  # likewise: what its instance says of itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,9 +255,14 @@ class RouterState:
         self.out.append(e.Tell(message))
 
     def settle(
-        self, ask: int, failure: m.Failure | None, spec: m.FunctionSpec | None = None, warning: str = ""
+        self,
+        ask: int,
+        failure: m.Failure | None,
+        spec: m.FunctionSpec | None = None,
+        warning: str = "",
+        schema: bytes = b"",
     ) -> None:
-        self.out.append(e.Settled(ask, spec, failure, warning))
+        self.out.append(e.Settled(ask, spec, failure, warning, schema))
 
     def send(self, instance: str, message: m.RouterToInstance) -> None:
         self.out.append(e.Send(instance, message))

@@ -48,8 +48,12 @@ def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
 
 def said_of(function: ServedFunction) -> dict[str, Any]:
     """What its instance has said that is well-formed."""
+    return said_in(function.schema)
+
+
+def said_in(schema: bytes | None) -> dict[str, Any]:
     try:
-        said = orjson.loads(function.schema or b"{}")  # what it takes, it can write again: no integers of any size
+        said = orjson.loads(schema or b"{}")  # what it takes, it can write again: no integers of any size
     except ValueError:
         return {}
     if not isinstance(said, dict):

@@ -138,6 +138,7 @@ class LlmSettings(Message, frozen=True, kw_only=True):
     ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one. ``convert``: its weights may be
     pickled. ``isolation``: whose functions its runtime may compute for. With a LoRA adapter, ``base`` is the function
     over which it was deployed, and ``backbone`` the ``content`` of the files that it has of that.
+    ``generation_config``: whether its files say how it is sampled by default.
     """
 
     context: int = 0
@@ -148,6 +149,7 @@ class LlmSettings(Message, frozen=True, kw_only=True):
     isolation: str = "tenant"  # "tenant" | "function"
     base: str = ""
     backbone: str = ""
+    generation_config: str = "auto"  # "auto" | "none"
 
 
 class EmbeddingSettings(Message, frozen=True, kw_only=True):

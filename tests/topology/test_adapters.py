@@ -228,6 +228,7 @@ def test_a_base_stays_what_its_adapters_name(
         ("more", {}, 404, "no function 'more' to be the adapter's base"),
         ("chat", {"dtype": "bfloat16"}, 400, "no dtype of its own"),
         ("chat", {"context": 64}, 400, "no context of its own"),
+        ("chat", {"generation_config": "none"}, 400, "no generation_config of its own"),
         ("chat", {"llm": True}, 400, "no llm of its own"),
         ("chat", {"isolation": "none"}, 400, "isolation is 'none'"),
     ],

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from gguf_files import write_gguf
 from language_models import make_folder
-from llm_node import CONFIG, ask, client, connected, generated, prompt_tokens, rest, streaming
+from llm_node import CONFIG, MESSAGES, ask, client, connected, generated, prompt_tokens, rest, streaming
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -55,24 +55,43 @@ def test_a_folder_s_sampling_stands_where_a_request_says_nothing(
     make_folder(tmp_path)
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"do_sample": True, "temperature": 3.0, "top_k": 40, "num_beams": 2}))
-    told = "generation_config.json has num_beams, which answers here do not keep to"
-    assert deploy(node, "wild", tmp_path)["warning"] == told
-
-    def said(**fields: Any) -> str:
-        body: Any = {"ignore_eos": True, **fields}
-        made = client.completions.create(model="wild", prompt="one two", max_tokens=40, seed=5, extra_body=body)
-        return made.choices[0].text
-
-    assert said() == said(temperature=3.0, top_k=40, top_p=1.0)
-    assert said() != said(temperature=1.0, top_k=0), "it makes a difference"
-    assert node.status()["functions"]["wild"]["llm"]["sampling"] == {"temperature": 3.0, "top_k": 40}
+    told = {"temperature": 3.0, "top_k": 40, "unfollowed": ["num_beams"]}
+    answer = deploy(node, "wild", tmp_path)
+    assert answer["sampling"] == node.status()["functions"]["wild"]["llm"]["sampling"] == told
+    assert answer["warning"] == "answers here do not keep to what the model's files say of num_beams"
     shown = CliRunner().invoke(cli.cli, ["--run", str(node.run), "status", "wild"]).output
-    assert "temperature 3.0, top_k 40" in shown
-    answer = client.responses.create(model="wild", input="one", max_output_tokens=1, top_p=0.5)
-    assert (answer.temperature, answer.top_p) == (3.0, 0.5)
+    assert "temperature 3.0, top_k 40; not followed: num_beams" in shown
+
+    def said(path: str, wanted: dict[str, Any], **fields: Any) -> Any:
+        made = node.http("POST", path, {"model": "wild", "seed": 5, "ignore_eos": True, **wanted, **fields}).body
+        if "output" in made:
+            return made["output"][0]["content"][0]["text"]
+        return made["choices"][0].get("text") or made["choices"][0]["message"]["content"]
+
+    chat = {"messages": MESSAGES, "max_tokens": 40}
+    faces: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": chat,
+        "/functions/wild/invoke": chat,
+        "/v1/completions": {"prompt": "one two", "max_tokens": 40},
+        "/v1/responses": {"input": "one two", "max_output_tokens": 40},
+    }
+    by_default = {path: said(path, wanted) for path, wanted in faces.items()}
+    for path, wanted in faces.items():
+        assert by_default[path] == said(path, wanted, temperature=3.0, top_k=40, top_p=1.0)
+        assert by_default[path] != said(path, wanted, temperature=1.0, top_k=0), "a request wins"
+    response = client.responses.create(model="wild", input="one", max_output_tokens=1, top_p=0.5)
+    assert (response.temperature, response.top_p) == (3.0, 0.5)
+    assert "sampling" not in deploy(node, "wild", tmp_path, generation_config="none")
+    assert node.status()["functions"]["wild"]["llm"]["sampling"] == {}
+    for path, wanted in faces.items():
+        assert said(path, wanted) == said(path, wanted, temperature=1.0, top_k=0) != by_default[path]
     file.write_text(json.dumps({"temperature": "wild"}))
     with pytest.raises(CallRefused, match=r"generation_config\.json has temperature 'wild'; write a number"):
-        deploy(node, "wild", tmp_path)
+        deploy(node, "wild", tmp_path, generation_config="auto")
+    command = ["--run", str(node.run), "deploy", "wild", "--llm", str(tmp_path), "--generation-config", "auto"]
+    file.write_text('{"top_p": 0.5}')
+    shown = CliRunner().invoke(cli.cli, command).output
+    assert "sampling, unless a request says otherwise: top_p 0.5\n" in shown
     node.remove("wild")
 
 

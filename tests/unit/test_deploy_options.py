@@ -17,7 +17,7 @@ SAID: dict[str, Any] = {
     "quota": "2GiB", "idempotent": True, "stateless": True, "max_instances": 2, "concurrency": 3, "batch": 4,
     "batch_wait": "7ms", "env": {"MODE": "fast", "EMPTY": ""}, "requirements": "numpy\n", "allow_build": True,
     "network": True, "secrets": ["TOKEN"], "embedding": True, "convert": True, "context": 64, "dtype": "float32",
-    "ttft": "1s", "tpot": 25, "isolation": "function",
+    "ttft": "1s", "tpot": 25, "isolation": "function", "generation_config": "none",
 }  # fmt: skip
 
 

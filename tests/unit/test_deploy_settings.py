@@ -24,6 +24,7 @@ def test_a_language_models_settings() -> None:
         ttft_ms=1000, tpot_ms=25, context=512, dtype="float32", convert=True
     )
     assert spec("small.gguf", llm=True) == LlmSettings()
+    assert spec(llm=True, generation_config="none") == LlmSettings(generation_config="none")
 
 
 def test_a_model_that_makes_embeddings_is_no_language_model() -> None:
@@ -60,6 +61,8 @@ def test_d1_a_quota_is_not_its_authors_alone_to_choose() -> None:
         ({"dtype": ""}, "dtype is ''"),
         ({"context": -1}, "context is -1"),
         ({"context": 10**12}, "context is 1000000000000"),
+        ({"generation_config": "vllm"}, "generation_config is 'vllm'; write auto or none"),
+        ({"generation_config": "none", "embedding": True}, "generation_config is of language models that make text"),
         ({"embedding": True, "llm": False}, "embedding is set without llm"),
         ({"embedding": True, "entry": "small.gguf"}, "makes no embeddings"),
         ({"embedding": True, "dtype": "int8"}, "dtype is 'int8'"),

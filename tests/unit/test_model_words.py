@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 
 from dormouse.client_shim.llm import grammar
 from dormouse.client_shim.llm.answering import Answering
+from dormouse.client_shim.llm.answers import Choice, usage
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.requests import RefusedRequest
@@ -22,7 +23,7 @@ from dormouse.client_shim.llm.serving import LlmServer, ServedModel
 from dormouse.client_shim.llm.template import ChatTemplate
 from dormouse.client_shim.llm.understanding import Understanding
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import DecoderSpec, DefaultSampling
 
 VOCABULARY = 320
 SPEC = DecoderSpec(family="llama", config={"vocab_size": VOCABULARY}, dtype="float32", context=4096)
@@ -166,10 +167,30 @@ def test_the_folder_s_sampling_is_what_a_runtime_is_told(tmp_path: Path) -> None
     assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [("onetwo!", {"ignore_eos": True}), ('{"one":"two"}', {"response_format": {"type": "json_object"}})],
+)
+def test_a_model_s_stop_strings_end_neither_json_nor_what_ignores_ends(tmp_path: Path, text: str, fields: Any) -> None:
+    words = words_of(tmp_path, TOOLS, generation_config={"stop_strings": "two"})
+    assert said(words, text, **fields)["message"]["content"] == text
+
+
+def test_a_model_whose_files_are_not_asked_has_its_ends_only(tmp_path: Path) -> None:
+    words_of(tmp_path, TOOLS)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": "hot"}')
+    words = Words(str(tmp_path), SPEC, samples=False)
+    assert (words.sampling, words.ends) == (DefaultSampling(), [2, 7])
+
+
 def test_an_answer_of_responses_tells_its_sampling(tmp_path: Path) -> None:
-    words = words_of(tmp_path, TOOLS, generation_config={"temperature": 0.5, "top_p": 0.25})
-    answer = opened(words, "responses", input="q", top_p=0.75).answer
-    assert (answer.asked.temperature, answer.asked.top_p) == (0.5, 0.75)
+    words = words_of(tmp_path, TOOLS, generation_config={"temperature": 0.5, "top_p": 0.25, "max_new_tokens": 3})
+    said = orjson.loads(opened(words, "responses", input="q", top_p=0.75).answer.whole([Choice(0)], usage(1, 0, 0)))
+    assert (said["temperature"], said["top_p"], said["max_output_tokens"]) == (0.5, 0.75, 3)
+    said = orjson.loads(
+        opened(words, "responses", input="q", max_output_tokens=9).answer.whole([Choice(0)], usage(1, 0, 0))
+    )
+    assert (said["temperature"], said["top_p"], said["max_output_tokens"]) == (0.5, 0.25, 9)
 
 
 # --- the chat template
