@@ -67,16 +67,17 @@ class Runner:
         self.function: UserFunction
         self.hints: Hints
 
-    def load(self, make: Callable[[], UserFunction], check: str = "") -> bool:
+    def load(self, make: Callable[[], UserFunction], check: str = "", whole: bool = False) -> bool:
         """Make the function and load it; the outcome is told to the router. False if the instance is of no use.
-        ``check``: a request in JSON which it answers before it counts as loaded; "": none.
+        ``check``: a request in JSON which it answers before it counts as loaded; "": none. ``whole``: no answer of it
+        may be in parts.
         """
         try:
             function = self._handler.call(make)
             self.hints = self._handler.call(Hints, *hinted(function), function.signature)
             self.state = self._handler.call(function.load)
             if check:
-                self._check(function, check.encode())
+                self._check(function, check.encode(), whole)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
             self.stream.loading = False
@@ -92,22 +93,23 @@ class Runner:
         self.backend.router.send(said)
         return True
 
-    def _check(self, function: UserFunction, body: bytes) -> None:
+    def _check(self, function: UserFunction, body: bytes, whole: bool) -> None:
         """With the leases that load() has. What is answered goes nowhere. Raises LoadFailure."""
         try:
-            request, encode = self.hints.asked(body, "", "")
-            result = self._handler.call(function.handle, self.state, request)
-            if parts := self._handler.parts(result):
-                with closing(parts):
-                    for _ in parts:
-                        pass
+            asked = self.hints.asked(body, "", "")
+            result = self._handler.call(function.handle, self.state, asked.value)
+            if parts := None if whole else self._parts(result):
+                head = publicly.head_of(result) if isinstance(result, Response) else None
+                _put(parts, PartSender(0, lambda message: None, lambda number: m.STREAM_WINDOW_NBYTES, head))
             else:
-                encode(result, len(self._response_area))
+                head = asked.answer(result, len(self._response_area)).head
         except BaseException as error:
             code, text = self.verdict(error, "handle()", "check_failed")
             raise LoadFailure(code if code in LOST else "check_failed", f"the check was not answered: {text}") from None
         finally:
             self._handler.finish()
+        if head is not None and head.status >= 400:
+            raise LoadFailure("check_failed", f"the check was answered with the status {head.status}")
 
     def serve_many(self) -> None:
         """The same, so many at once."""
@@ -164,7 +166,7 @@ class Runner:
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             asked = self.hints.asked(body, run.kind, run.accept)
             result = self._handler.call(self.function.handle, self.state, asked.value)
-            parts = self._handler.parts(result.body if isinstance(result, Response) else result)
+            parts = self._parts(result)
             if parts and InferenceKind.of(run.kind) is not None:
                 raise BadResponse("handle() answers in parts, which /v2 cannot: POST /functions/NAME/invoke")
             if parts:
@@ -194,12 +196,12 @@ class Runner:
     def _send_parts(self, run: m.Run, parts: Generator[Any, None, None], head: m.AnswerHead | None) -> EncodedAnswer:
         """Each as soon as it is there. Returns what is left to answer: nothing."""
         router = self.backend.router
-        sender = PartSender(run.request, router.send, router.wait_taken, head)
-        with closing(parts):
-            for part in parts:
-                sender.put(part)
-        sender.finish()
+        _put(parts, PartSender(run.request, router.send, router.wait_taken, head))
         return EncodedAnswer(b"")
+
+    def _parts(self, result: Any) -> Generator[Any, None, None] | None:
+        """To be closed; None if it is no answer in parts."""
+        return self._handler.parts(result.body if isinstance(result, Response) else result)
 
     def call(self, code: Callable[..., Any], *arguments: Any) -> Any:
         """Code of the function, whatever kind it is."""
@@ -249,6 +251,13 @@ class Runner:
             print(report.record(context.of(run), text), file=sys.stderr, flush=True)
         head = head if code == "function_refused" else None
         return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used, head=head)
+
+
+def _put(parts: Generator[Any, None, None], sender: PartSender) -> None:
+    with closing(parts):
+        for part in parts:
+            sender.put(part)
+    sender.finish()
 
 
 def _cannot_fork() -> bool:
@@ -307,7 +316,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
-        elif runner.load(partial(function_of, fork, source, folder), fork.check):
+        elif runner.load(partial(function_of, fork, source, folder), fork.check, fork.batch + fork.concurrency > 1):
             if fork.batch:
                 runner.serve_batches()
             elif fork.concurrency > 1:

@@ -22,6 +22,12 @@ def handle(part, request):
     return [part, WHICH]
 """
 
+ANSWERS = """
+from dormouse import Response
+def handle(state, request):
+    return Response({})
+"""
+
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
@@ -216,16 +222,22 @@ def test_a_version_that_does_not_answer_its_check_is_not_switched_to(node: TestN
         (good, '{"y": 1}', "check_failed", "KeyError: 'x'"),
         ("def handle(state, request):\n    return object()\n", "1", "check_failed", "type object"),
         ("def handle(state, request):\n    yield 1\n    yield 1 / 0\n", "1", "check_failed", "ZeroDivisionError"),
+        ("def handle(state, request):\n    yield object()\n", "1", "check_failed", "type object"),
+        (ANSWERS.format("None, request"), "404", "check_failed", "the check was answered with the status 404"),
+        (ANSWERS.format("iter([1]), request"), "403", "check_failed", "the check was answered with the status 403"),
+        (ANSWERS.format("object()"), "1", "check_failed", "type object"),
         (good, "{x", "bad_request", "the check is not JSON"),
     ):
         with pytest.raises(CallRefused, match=says) as caught:
             deploy(source, check)
         assert caught.value.code == code
-        assert node.admin.versions("checked")[0]["version"] == 1
+        assert node.admin.versions("checked")[0]["version"] == 1, source
     assert node.admin.invoke("checked", b'{"x": 3}') == b"[1,2,3]", "the one before goes on"
     assert deploy(good, '{"x": 4}') == 2
     node.admin.restart("checked")
     assert node.admin.invoke("checked", b'{"x": 5}') == b"[5]", "later instances do without"
+    assert deploy(ANSWERS.format("None, request"), "201") == 3
+    assert deploy(ANSWERS.format("iter([1]), request"), "202") == 4
 
 
 def test_the_same_over_http(node: TestNode) -> None:
