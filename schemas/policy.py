@@ -84,7 +84,7 @@ def changed(policy: Policy, changes: Mapping[str, object]) -> Policy:
         if name in FIXED:
             raise ConfigError(
                 f"{name} cannot be changed while the node runs: write it into [schedule] of the node file, then "
-                "`dormouse down` and `dormouse up`"
+                "`dormouse up NODE.toml --replace`"
             )
     try:
         return checked(msgspec.convert({**msgspec.structs.asdict(policy), **changes}, Policy))

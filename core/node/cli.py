@@ -39,6 +39,7 @@ from dormouse.core.node.cli_frame import (
     USAGE,
     CommandContext,
     begin,
+    ended_in_order,
     json_wanted,
     show_failure,
 )
@@ -128,7 +129,7 @@ def print_no_more() -> None:
 
 def main() -> None:
     """The console script."""
-    with harmless_streams():
+    with harmless_streams(), ended_in_order():
         _carried_out()
 
 

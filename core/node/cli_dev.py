@@ -38,7 +38,8 @@ SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
 @of_functions
 @pass_context
 def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -> None:
-    """Deploy a function, again whenever its files change, show what it prints, and remove it at Ctrl-C.
+    """Deploy a function, again whenever its files change, show what it prints, and remove it at Ctrl-C
+    or when it is told to end otherwise (`kill`, a terminal that is closed).
 
     The files that --requirements and --env-file name count, too. A version that does not load is not deployed: the one
     before goes on.

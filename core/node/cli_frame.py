@@ -1,9 +1,11 @@
 """What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -69,6 +71,38 @@ def going_on(what: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(what) from None
+
+
+ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
+"""What service managers and `kill` send, and what a terminal sends that is closed."""
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Such a signal is like Ctrl-C, once: what a command takes back at its end, it takes back then, too. One that is
+    ignored, as below `nohup`, stays so.
+    """
+    caught = [number for number in ENDS if signal.getsignal(number) is signal.SIG_DFL]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for again in caught:  # the end is not to be interrupted
+            signal.signal(again, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in caught:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def ended_as_it_likes() -> None:
+    """A program that runs in this process has the signals as every program has them."""
+    for number in ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run_directory(run: str | None, node: str | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, failure, json_option, pass_context
+from dormouse.core.node.cli_frame import CommandContext, as_json, ended_as_it_likes, failure, json_option, pass_context
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -274,5 +274,6 @@ def run(context: CommandContext, again: bool, arguments: tuple[str, ...]) -> Non
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
     from dormouse.client_shim.instance import session
 
+    ended_as_it_likes()
     sys.stdout, sys.stderr = own(sys.stdout), own(sys.stderr)  # the program's, which prints what it likes
     sys.exit(session.main(list(arguments), str(context.directory)))

@@ -40,7 +40,7 @@ def rollback(context: CommandContext, name: str, version: int | None, json_: boo
     if json_:
         show_json(answer)
     else:
-        click.echo(f"{name} version {answer['version']} is deployed: version {answer['as']} again")
+        click.echo(f"{name} version {answer['version']} is deployed, a copy of version {answer['copy_of']}")
         show_changes(answer)
 
 

@@ -210,8 +210,8 @@ class Deploys:
         says = _says(self._versions(caller, act.name)[-1].spec, spec)
         settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
         assert settled.spec is not None
-        audited |= options.told_in_audit(settled.spec) | {"as": spec.version}
-        answer = {"name": act.name, "version": settled.spec.version, "as": spec.version, **says}
+        audited |= options.told_in_audit(settled.spec) | {"copy_of": spec.version}
+        answer = {"name": act.name, "version": settled.spec.version, "copy_of": spec.version, **says}
         return answer | noted(settled)
 
     def _versions(self, caller: Caller, name: str) -> list[Version]:

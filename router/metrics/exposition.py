@@ -186,7 +186,7 @@ def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]
     evictions = _counter("evictions", "Times that a model lost bytes on a GPU, by what for", "function", "reason")
     batches = _counter("batches", "Leases for several requests at once", "function")
     batched = _counter("batch_requests", "Requests that were served in batches", "function")
-    places = _counter("batch_places", "LoadPlaces that these batches had for requests", "function")
+    places = _counter("batch_places", "Places that these batches had for requests", "function")
     failed = _counter("batches_failed", "Of them, those whose requests were tried one by one", "function")
     leases = _counter("leases", "Times that a function had a GPU", "function")
     gpu_s = _counter("gpu_seconds", "Time that GPUs have computed, as metered", "function")

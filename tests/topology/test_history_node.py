@@ -99,7 +99,7 @@ def test_an_earlier_version_is_deployed_again(node: TestNode) -> None:
     assert f.versions == [4, 3, 2]
     f.keeps(3)
     changes = [{"option": "deadline", "old": "4s", "new": "3s"}]
-    assert f.roll_back(0) == {"name": "again", "version": 5, "as": 3, "changes": changes}
+    assert f.roll_back(0) == {"name": "again", "version": 5, "copy_of": 3, "changes": changes}
     f.expect(3)
     assert node.status()["functions"]["again"]["deadline_ms"] == 3000
     assert f.versions == [5, 4, 2]
@@ -125,7 +125,7 @@ def test_a_version_that_does_not_load_any_more_leaves_what_is_served(node: TestN
     part.with_name("away").rename(part)
     f.deploy(3)  # with which what is not needed any more goes
     f.expect(3)
-    assert f.roll_back(1)["as"] == 1
+    assert f.roll_back(1)["copy_of"] == 1
     f.expect(1)
 
 
@@ -201,7 +201,7 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
     options = {"max_instances": "2", "stateless": "true", "env.MODE": "set", "secret.TOKEN": "set"}
     assert fifth["options"] == options
     (back,) = [row for row in lines if row["name"] == "options" and row["act"] == "rollback"]
-    assert (back["version"], back["as"], back["content"]) == (6, 3, contents[6])
+    assert (back["version"], back["copy_of"], back["content"]) == (6, 3, contents[6])
     starts = [row for row in lines if row["act"] == "up"]
     assert [row["settings"] for row in starts[:1]] == [{}]
     assert all(row["outcome"] == "ok" and row["version"] for row in starts)
@@ -249,7 +249,7 @@ def test_the_same_over_http(node: TestNode) -> None:
         return node.http(method, f"/admin/{path}", headers=auth)
 
     assert [row["version"] for row in asked("GET", "functions/http/versions").body["versions"]] == f.versions == [2, 1]
-    assert asked("POST", "functions/http/rollback").body["as"] == 1
+    assert asked("POST", "functions/http/rollback").body["copy_of"] == 1
     assert asked("POST", "functions/http/rollback?version=999").code == "unknown_version"
     assert asked("POST", "functions/http/rollback?version=two").code == "bad_request"
     assert asked("POST", "functions/http/rollback?to=2").code == "bad_request"

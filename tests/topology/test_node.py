@@ -185,7 +185,7 @@ def a_function_is_deployed_as_often_as_its_file_is_saved(run: Path, function: Pa
             assert "counter-dev version 3 is deployed\n" in said
             assert command(run, "dev", str(function)).returncode == 5, "the name is taken"
         finally:
-            dev.send_signal(signal.SIGINT)
+            dev.send_signal(signal.SIGTERM)
         assert "counter-dev is removed\n" in said
     assert dev.returncode == 0
     assert command(run, "invoke", "counter-dev").returncode == 3

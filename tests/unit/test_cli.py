@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -243,7 +244,7 @@ class Node:
             case a.Versions():
                 yield a.Said(data=json.dumps({"versions": VERSIONS}).encode())
             case a.Rollback():
-                yield a.Said(data=json.dumps({"name": "f", "version": 8, "as": 5}).encode())
+                yield a.Said(data=json.dumps({"name": "f", "version": 8, "copy_of": 5}).encode())
             case a.RecentRequests():
                 yield a.Said(data=json.dumps({"requests": [PAST]}).encode())
             case a.Status():
@@ -881,6 +882,24 @@ def test_logs_are_searched_and_asked_since_when(dormouse: Any, node: Node) -> No
     assert dormouse("logs", "f", "--since", "soon").status != 0
 
 
+def test_a_command_that_is_told_to_end_does_as_at_ctrl_c_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in cli_frame.ENDS]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # below nohup
+    try:
+        with cli_frame.ended_in_order():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with cli_frame.ended_in_order():
+            cli_frame.ended_as_it_likes()
+            assert [signal.getsignal(number) for number in cli_frame.ENDS] == [signal.SIG_DFL, signal.SIG_IGN]
+    finally:
+        for number, handler in zip(cli_frame.ENDS, before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     rows = [line.split("\t") for line in dormouse("history", "f").out.splitlines()]
     assert rows[0] == ["version", "deployed", "state", "file", "deadline_ms", "tenant", "note"]
@@ -888,9 +907,9 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     assert json.loads(dormouse("history", "f", "--json").out) == [
         row | {"at": "1970-01-01T00:16:40Z"} for row in VERSIONS
     ]
-    assert dormouse("rollback", "f").out == "f version 8 is deployed: version 5 again\n"
+    assert dormouse("rollback", "f").out == "f version 8 is deployed, a copy of version 5\n"
     assert node.asked[-1] == a.Rollback(name="f")
-    assert json.loads(dormouse("rollback", "f", "5", "--json").out)["as"] == 5
+    assert json.loads(dormouse("rollback", "f", "5", "--json").out)["copy_of"] == 5
     assert node.asked[-1] == a.Rollback(name="f", version=5)
     assert dormouse("rollback", "f", "0").status == 2
 

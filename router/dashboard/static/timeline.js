@@ -6,6 +6,10 @@ const WINDOW_S = 60, KEPT = 6000, LANE = 15, GAP = 3, TOP = 6, AXIS = 18, LEFT =
 const SOURCES = { gpu: "on this GPU already", peer: "from another GPU", host: "from host memory", disk: "from files" };
 const FIELDS = ["number", "function", "gpu", "begun", "copied", "ended", "source", "outcome", "queued"];
 
+function where(gpu) {
+  return gpu < 0 ? "no GPU" : `GPU ${gpu}`;
+}
+
 export class Timeline {
   constructor(box, name = null) {
     this.only = name; // one function's alone
@@ -87,7 +91,7 @@ export class Timeline {
     });
   }
 
-  // LoadPlaces each span that is to be seen: [span, row, lane]; rows have as many lanes as overlap.
+  // Places each span that is to be seen: [span, row, lane]; rows have as many lanes as overlap.
   placed(from_s, now_s) {
     const rows = new Map();
     for (const gpu of this.gpus) rows.set(Number(gpu), []);
@@ -136,7 +140,7 @@ export class Timeline {
       c.fillStyle = hue.free;
       c.fillRect(at(since_s), top, width - 6 - at(since_s), tall);
       c.fillStyle = hue.text;
-      c.fillText(gpu < 0 ? "elsewhere" : `GPU ${gpu}`, 4, top + tall / 2);
+      c.fillText(where(gpu), 4, top + tall / 2);
     }
     c.fillStyle = hue.quiet;
     for (let back = 0; back <= WINDOW_S; back += 10) {
@@ -176,7 +180,7 @@ export class Timeline {
     if (chosen !== undefined) {
       const span = chosen, end_s = span.ended ?? this.now_s;
       const copied = span.copied === null ? "" : `, model there after ${ms((span.copied - span.begun) * 1000)}`;
-      text(this.told, `${span.function} on GPU ${span.gpu}: queued ${ms(span.queued * 1000)}, model ` +
+      text(this.told, `${span.function} on ${where(span.gpu)}: queued ${ms(span.queued * 1000)}, model ` +
         `${SOURCES[span.source] ?? "from a place not known"}${copied}, ` +
         `${span.ended === null ? "running since" : "done after"} ${ms((end_s - span.begun) * 1000)}` +
         (span.outcome && span.outcome !== "ok" ? `, ${span.outcome}` : ""));
