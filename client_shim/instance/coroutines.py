@@ -5,7 +5,7 @@ between two lines of the loop could lose a callback, and with it the task that w
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -20,14 +20,16 @@ class Coroutines:
         self._task: asyncio.Task[Any] | None = None  # that is being completed, or was
         self._ends: BaseException | None = None  # with what the completion ends, whatever its task makes of it
 
-    def complete(self, awaitable: Awaitable[T]) -> T:
-        """Its result; raises what ``cancel`` was given meanwhile."""
+    def complete(self, begin: Callable[[], Awaitable[T]]) -> T:
+        """The result of what it begins, in a task: none is begun and then left, wherever a signal comes. Raises what
+        ``cancel`` was given meanwhile.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_exception_handler(self._escaped)
         loop = self._loop
         self._ends = None
-        self._task = task = loop.create_task(_wait(awaitable))
+        self._task = task = loop.create_task(_wait(begin))
         try:
             return loop.run_until_complete(task)
         finally:
@@ -74,5 +76,5 @@ class Coroutines:
             self._ends = error
 
 
-async def _wait(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+async def _wait(begin: Callable[[], Awaitable[T]]) -> T:
+    return await begin()

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from dormouse.client_shim.instance import report
@@ -29,7 +30,7 @@ class Handler:
         """What it returns, waited for if need be."""
         result = self._guarded(code, *args, **kwargs)
         if inspect.isawaitable(result):
-            result = self._guarded(self._coroutines.complete, result)
+            result = self._guarded(self._coroutines.complete, lambda: result)
         return result
 
     def parts(self, result: object) -> Generator[Any, None, None] | None:
@@ -51,12 +52,13 @@ class Handler:
                 self._guarded(iterator.close)
 
     def _async_parts(self, iterator: AsyncIterator[Any]) -> Generator[Any, None, None]:
+        following = partial(anext, iterator, _END)
         try:
-            while (part := self._guarded(self._coroutines.complete, anext(iterator, _END))) is not _END:
+            while (part := self._guarded(self._coroutines.complete, following)) is not _END:
                 yield part
         finally:
             if inspect.isasyncgen(iterator):
-                self._guarded(self._coroutines.complete, iterator.aclose())
+                self._guarded(self._coroutines.complete, iterator.aclose)
 
     def _guarded(self, code: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         try:
