@@ -10,9 +10,10 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dormouse.schemas import rope
 from dormouse.schemas.errors import ConfigError
 
-Value = int | float | bool | str | list[str] | dict[str, int | float | str | list[float] | None] | None
+Value = int | float | bool | str | list[str] | dict[str, int | float | bool | str | list[float] | None] | None
 Dtype = Literal["float32", "bfloat16"]
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -31,7 +32,6 @@ MOST_LAYERS: Final = 1024
 """Eight times as many as any model has: each costs memory before a weight is there."""
 
 _ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
-_ROPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LAYERS: Final = ("full_attention", "sliding_attention")
 
 MOST_RANK: Final = 256
@@ -104,15 +104,9 @@ def _layers(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MOST_LAYERS and all(each in _LAYERS for each in value)
 
 
-def _rope(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("rope_type", "default") not in _ROPES:
-        return False
-    kind = value.get("rope_type", "default")
-    if value.get("type", kind) != kind:  # what older configurations call it: where both are there, they agree
-        return False
-    rest = [each for name, each in value.items() if name not in ("rope_type", "type")]
-    numbers = [number for each in rest for number in (each if isinstance(each, list) else [each])]
-    return len(numbers) <= 1024 and all(_maybe_number(number) for number in numbers)
+def _any(value: Any) -> bool:
+    """Judged with the whole."""
+    return True
 
 
 _COMMON: Final[dict[str, Check]] = {
@@ -130,7 +124,7 @@ _GATED: Final[dict[str, Check]] = {
     "num_key_value_heads": _count,
     "hidden_act": _activation,
     "rms_norm_eps": _number,
-    "rope_parameters": _rope,
+    "rope_parameters": _any,
 }
 _QWEN: Final[dict[str, Check]] = {
     **_GATED,
@@ -161,7 +155,7 @@ FAMILIES: Final[dict[str, dict[str, Check]]] = {
         "num_key_value_heads": _count,
         "hidden_act": _activation,
         "layer_norm_eps": _number,
-        "rope_parameters": _rope,
+        "rope_parameters": _any,
         "qk_layernorm": _flag,
     },
     "gpt2": {
@@ -193,7 +187,7 @@ FAMILIES: Final[dict[str, dict[str, Check]]] = {
         "hidden_act": _activation,
         "layer_norm_eps": _number,
         "use_parallel_residual": _flag,
-        "rope_parameters": _rope,
+        "rope_parameters": _any,
         "attention_bias": _flag,
     },
 }
@@ -222,6 +216,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads")
         if not 0 < self.context <= MOST:
             raise ConfigError(f"a context of {self.context} tokens")
+        if "rope_parameters" in self.config:
+            why = rope.why_not(self.config["rope_parameters"], self.family, self.head_dim, self.context)
+            if why:
+                raise ConfigError(f"{self.family}: rope_parameters: {why}")
 
     def _of(self, *names: str) -> int:
         for name in names:

@@ -6,8 +6,10 @@ What cannot be served is refused here by name, before anything is made of the nu
 import json
 import os
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, Final
 
+from dormouse.schemas import rope
 from dormouse.schemas.llm import FAMILIES, MOST_LAYERS, DecoderSpec, Dtype
 
 MAX_JSON_NBYTES: Final = 1 << 20
@@ -62,7 +64,11 @@ def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
 def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
     """From what ``config.json`` says. ``dtype`` "auto" is that which it names. Raises BadFolder, ConfigError."""
     family = family_of(raw, FAMILIES)
-    config = config_of(family, raw).to_dict()
+    _check_rope(raw)
+    made = config_of(family, raw)
+    if "rope_parameters" in FAMILIES[family]:
+        made.standardize_rope_params()  # as its modules do once more, with what is beside them in the file
+    config = made.to_dict()
     known = {name: config[name] for name in FAMILIES[family] if name in config}
     chosen = dtype_of(raw, dtype)
     spec = DecoderSpec(family=family, config=known, dtype=chosen, context=1)
@@ -73,6 +79,13 @@ def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
     spec = DecoderSpec(family=family, config=known, dtype=chosen, context=context or longest)
     spec.check()
     return spec
+
+
+def _check_rope(raw: dict[str, Any]) -> None:
+    """Raises BadFolder for what would fail without a name, or be taken for something else."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if raw.get(name) and (why := rope.why_odd(raw[name], rope.GIVEN)):
+            raise BadFolder(f"config.json: {name}: {why}")
 
 
 def dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
@@ -90,7 +103,8 @@ def config_of(family: str, raw: dict[str, Any]) -> Any:
     """What `transformers` makes of it: defaults, and fields that have changed their names. Raises BadFolder."""
     from transformers import AutoConfig
 
-    given = {name: value for name, value in raw.items() if name not in ("model_type", "transformers_version")}
+    without = ("model_type", "transformers_version")
+    given = {name: deepcopy(value) for name, value in raw.items() if name not in without}  # it changes what it gets
     try:
         return AutoConfig.for_model(family, **given)
     except Exception as error:  # whatever a stranger's file makes it raise
