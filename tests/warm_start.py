@@ -33,6 +33,7 @@ from dormouse.core import openmp
 from dormouse.core.config import WARM
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.sandbox import environment, preload
+from dormouse.gpuserver.commands import oplist
 
 ZYGOTE: Final = "dormouse.core.sandbox.zygote"
 EXECUTOR: Final = "dormouse.gpuserver.executor.main"
@@ -262,5 +263,6 @@ if __name__ == "__main__":
     gc.disable()
     for each in IMPORTED:
         importlib.import_module(each)
+    oplist.allowed()
     gc.freeze()
     serve(socket.socket(fileno=int(sys.argv[1])))

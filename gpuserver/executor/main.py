@@ -29,7 +29,7 @@ from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link, RawLink
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.commands import operators
+from dormouse.gpuserver.commands import operators, oplist
 from dormouse.gpuserver.device.allocator import ApproximateActivations
 from dormouse.gpuserver.device.opening import open_device
 from dormouse.gpuserver.device.protocol import DeviceError
@@ -69,6 +69,7 @@ class Executor(Actor):
         self._orders = Orders()
 
     async def start(self) -> None:
+        oplist.allowed()  # else the first request would wait until the table is made
         operators.grant(self.config.gpu.operators)
         self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
         self.device.on_lost = self._lost

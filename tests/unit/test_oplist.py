@@ -1,12 +1,17 @@
 """The allow-list: what is on it, what never may be."""
 
-from typing import Any
+import asyncio
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from dormouse.core.config import NodeConfig
+from dormouse.core.paths import RunPaths
 from dormouse.gpuserver.commands import operand_checks, operators
 from dormouse.gpuserver.commands.oplist import allowed
+from dormouse.gpuserver.device.protocol import DeviceError
+from dormouse.gpuserver.executor import main
 
 
 @pytest.mark.parametrize(
@@ -273,3 +278,18 @@ def test_d3_a_pooling_of_years_is_refused() -> None:
         assert "an output of" in str(_problem(name, x, size))
         assert _problem(name, x, [2, 2, 1]) is None
     assert _problem("adaptive_avg_pool2d", torch.zeros(1, 2, 4), [7, 7]) is None
+
+
+def test_an_executor_has_the_table_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than README's first function may."""
+
+    def opened(*arguments: Any) -> NoReturn:
+        raise DeviceError("far enough")
+
+    monkeypatch.setattr(main, "open_device", opened)
+    executor = main.Executor.__new__(main.Executor)
+    executor.config, executor.gpu, executor.paths = NodeConfig(), 0, RunPaths(NodeConfig().run_directory)
+    allowed.cache_clear()
+    with pytest.raises(DeviceError, match="far enough"):
+        asyncio.run(executor.start())
+    assert allowed.cache_info().currsize == 1
