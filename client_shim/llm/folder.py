@@ -19,6 +19,19 @@ _DTYPES: Final[dict[Any, Dtype]] = {"float32": "float32", "bfloat16": "bfloat16"
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """What families call the number of their layers."""
 
+_QUANTIZED: Final = ("quantization_config", "compression_config", "quantization")
+
+_UNREAD: Final = """
+    add_cross_attention alibi attention_chunk_size attention_multiplier attention_scale attn_logit_softcapping clip_qkv
+    embedding_multiplier embedding_scale final_logit_softcapping is_causal is_encoder_decoder layer_types logit_scale
+    logits_scaling no_rope_layers qk_layernorm qk_norm query_pre_attn_scalar residual_multiplier residual_scale
+    rope_interleave rope_interleaved rotary_pct scale_attn_by_inverse_layer_idx scale_depth scale_emb sliding_window
+    use_alibi use_bidirectional_attention use_qk_norm
+"""
+"""They change what some family, or another program, computes, and have no tensor that would be missed. Where a family's
+code does not read them, `transformers` leaves them out without a word.
+"""
+
 
 class BadFolder(Exception):
     """It cannot be served; the text says what to do."""
@@ -45,12 +58,11 @@ def read_json(folder: str, name: str, most_nbytes: int = MAX_JSON_NBYTES) -> dic
 
 def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
     """Of what ``config.json`` says, after it was looked through for what is refused anyway. Raises BadFolder."""
-    for name, why in (
-        ("auto_map", "it brings code of its own, which is not run"),
-        ("quantization_config", "it is quantized; convert it to bf16 or fp32"),
-    ):
-        if raw.get(name):
-            raise BadFolder(f"config.json has {name}: {why}")
+    if raw.get("auto_map"):
+        raise BadFolder("config.json has auto_map: it brings code of its own, which is not run")
+    for name in _QUANTIZED:
+        if raw.get(name) is not None:  # transformers takes null alone for none
+            raise BadFolder(f"config.json has {name}: it is quantized; convert it to bf16 or fp32")
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in families:
         raise BadFolder(f"the family {family!r} is not served; these are: {', '.join(families)}")
@@ -65,6 +77,7 @@ def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
     """From what ``config.json`` says. ``dtype`` "auto" is that which it names. Raises BadFolder, ConfigError."""
     family = family_of(raw, FAMILIES)
     _check_rope(raw)
+    _check_unread(family, raw)
     made = config_of(family, raw)
     if "rope_parameters" in FAMILIES[family]:
         made.standardize_rope_params()  # as its modules do once more, with what is beside them in the file
@@ -86,6 +99,25 @@ def _check_rope(raw: dict[str, Any]) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         if raw.get(name) and (why := rope.why_odd(raw[name], rope.GIVEN)):
             raise BadFolder(f"config.json: {name}: {why}")
+
+
+def _check_unread(family: str, raw: dict[str, Any]) -> None:
+    """Raises BadFolder."""
+    read = {*FAMILIES[family], *(["rotary_pct"] if family == "gpt_neox" else [])}
+    for name in _UNREAD.split():
+        if name in raw and name not in read and not _is_off(name, raw[name]):
+            raise BadFolder(
+                f"config.json has {name}: {raw[name]!r:.80}, which a {family} of transformers does not compute: its "
+                "answers would be another model's"
+            )
+
+
+def _is_off(name: str, value: Any) -> bool:
+    if name == "is_causal":
+        return value is not False
+    if isinstance(value, list):
+        return all(each == "full_attention" for each in value)
+    return value in (None, False, "") or (type(value) in (int, float) and value == 1)
 
 
 def dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
