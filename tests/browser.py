@@ -69,6 +69,13 @@ class Browser:
     def open(self, url: str) -> None:
         self.do("POST", "/url", {"url": url})
 
+    def back(self) -> None:
+        """Not by a script: the driver runs one a second time if its page goes before it has answered."""
+        self.do("POST", "/back")
+
+    def reload(self) -> None:
+        self.do("POST", "/refresh")
+
     def press(self, *keys: str) -> None:
         """Keys by their names in KEYS, or text."""
         said = [each for key in keys for each in ([KEYS[key]] if key in KEYS else key)]

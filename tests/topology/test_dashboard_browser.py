@@ -235,7 +235,7 @@ def test_dark_and_light_are_the_persons(node: TestNode, page: Browser) -> None:
     assert page.run(back) == light
     page.click("#theme")
     assert page.run(back) == dark
-    page.run("location.reload()")
+    page.reload()
     page.wait(lambda: page.text("#link") == "live", "the stream")
     assert page.run(back) == dark, "the choice is kept"
     page.run("localStorage.clear()")
@@ -298,7 +298,7 @@ def test_a_tab_that_has_left_watches_no_more(node: TestNode, page: Browser) -> N
     node.wait(lambda: node.status()["node"]["watchers"] == 1, 60, "those of earlier tests to be gone")
     page.open("about:blank")
     node.wait(lambda: node.status()["node"]["watchers"] == 0, 60, "the watcher to be gone")
-    page.run("history.back()")
+    page.back()
     page.wait(lambda: page.text("#link") == "live", "the stream")
 
 
@@ -354,7 +354,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(keyed: TestNode, asked: Brow
         [],
         "",
     ]
-    asked.run("location.reload()")
+    asked.reload()
     asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions again")
 
 
@@ -364,7 +364,7 @@ def test_a_link_of_who_is_at_the_node_needs_no_key_and_is_good_once(keyed: TestN
     asked.open(link)
     asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions")
     assert asked.run("return [location.href, document.getElementById('ask').hidden]") == [link.split("#")[0], True]
-    asked.run("location.reload()")
+    asked.reload()
     asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions again")
     asked.run("sessionStorage.clear()")
     asked.open("about:blank")
