@@ -98,6 +98,7 @@ class HttpConnection(ReceivingConnection):
         self._refusal: Failure | None = None
         self._asks_upgrade = False  # the head at hand: its request begins when it is read again, as ``_again``
         self._again = b""
+        self._line = b""  # that the head at hand begins with, and perhaps more; the parser does not tell its protocol
         self._is_deaf = False  # what it says is thrown away
         self._left_nbytes = 0  # of what may still be thrown away, until then
         self._end_s = math.inf
@@ -138,6 +139,9 @@ class HttpConnection(ReceivingConnection):
             self._overhead_nbytes = 0
             if not self._answering and not self._unread_nbytes():
                 self._bounds.places.owes(self, now_s)
+            self._line = b""
+        if self._phase is _Phase.HEAD and b"\n" not in self._line:
+            self._line = (self._line + data).lstrip(b"\r\n")
         self._brought = False
         self._came_nbytes = self._overhead_nbytes + len(data)
         try:
@@ -182,6 +186,9 @@ class HttpConnection(ReceivingConnection):
         self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is _Phase.BODY and name.lower() in heads.OF_HEADS:
+            self._refusal = heads.bad_http(f"its trailer has {name.decode()}, which is a field of heads alone")
+            raise _Refused
         super().on_header(name, value.strip(b" \t"))
 
     def on_headers_complete(self) -> None:
@@ -189,6 +196,9 @@ class HttpConnection(ReceivingConnection):
             self._refusal = heads.head_too_large()
             raise _Refused
         method, version = self.parser.get_method(), self.parser.get_http_version()
+        if version == "1.0" and b" RTSP/1.0\r\n" in self._line:
+            self._refusal = heads.bad_http("it is RTSP; send HTTP/1.1")
+            raise _Refused
         scope = heads.scope_of(method, self.url, version, self.headers)
         if isinstance(scope, Failure):
             self._refusal = scope

@@ -15,6 +15,9 @@ HEAD_NBYTES: Final = 64 << 10
 HEADERS: Final = 128
 """Browsers and proxies send some twenty; a field costs a hundred times its bytes here."""
 
+OF_HEADS: Final = (b"connection", b"proxy-connection")
+"""In a trailer the parser obeys them too, and hears nothing more."""
+
 Fields = list[tuple[bytes, bytes]]
 
 
@@ -25,14 +28,18 @@ def scope_of(method: bytes, target: bytes, version: str, headers: Fields) -> dic
     if version == "1.1" and not any(name == b"host" for name, _ in headers):
         return bad_http("its head has no Host")
     for name, value in headers:
+        shown = value[:40].decode("latin-1")
+        if name == b"transfer-encoding" and version == "1.0":
+            return bad_http("HTTP/1.0 has no Transfer-Encoding; send HTTP/1.1, or a Content-Length")
         if name == b"transfer-encoding" and value.lower() != b"chunked":
-            shown = value[:40].decode("latin-1")
             return bad_http(f"its Transfer-Encoding is {shown!r}; send chunked, and say gzip as Content-Encoding")
+        if name == b"expect" and version == "1.1" and value.lower() not in (b"", b"100-continue"):
+            return expectation_failed(shown)
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:
         url = None
-    if url is None or url.fragment is not None or url.userinfo is not None or method == b"CONNECT":
+    if url is None or b"#" in target or url.userinfo is not None or method == b"CONNECT":
         return bad_http("its target is not one of this node; send a path and a query")
     path = (url.path or b"/").decode("ascii")
     if url.schema is not None:
@@ -84,6 +91,11 @@ def too_slow(what: str) -> Failure:
 
 def bad_http(why: str = "send one well-formed request at a time") -> Failure:
     return Failure(code="bad_http", status=400, text=f"this is not HTTP/1.1 as it should be: {why}")
+
+
+def expectation_failed(shown: str) -> Failure:
+    text = f"the request's Expect is {shown!r}; send 100-continue, or no Expect"
+    return Failure(code="expectation_failed", status=417, text=text)
 
 
 def too_many_connections(most: int) -> Failure:

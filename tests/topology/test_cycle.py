@@ -474,17 +474,19 @@ async def refuses(cycle: Cycle) -> None:
 
 
 @LOOPS
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@pytest.mark.parametrize("framing", [b"content-length: %d" % (16 << 20), b"transfer-encoding: chunked"])
+@pytest.mark.parametrize(
+    "head",
+    [b"1.0\r\ncontent-length: 16777216", b"1.1\r\ncontent-length: 16777216", b"1.1\r\ntransfer-encoding: chunked"],
+)
 def test_who_is_refused_while_it_sends_hears_the_answer(
-    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None], version: bytes, framing: bytes
+    tmp_path: Path, runner: Callable[[Coroutine[Any, Any, None]], None], head: bytes
 ) -> None:
     """A close at once would be a reset, which takes the answer with it."""
 
     async def work() -> None:
         async with served(refuses, tmp_path) as server:
             reader, writer = await server.connect()
-            writer.write(b"POST /a HTTP/%b\r\nhost: x\r\n%b\r\n\r\n" % (version, framing))
+            writer.write(b"POST /a HTTP/%b\r\nhost: x\r\n\r\n" % head)
             for _ in range(16):
                 writer.write(b"%x\r\n" % (1 << 20) + b"x" * ((1 << 20) - 9) + b"\r\n")
                 await writer.drain()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from odd_requests import LAST, REFUSED, TAKEN
 from topology.test_router import WAIT_S, World, spec
 
 from dormouse.schemas import messages as m
@@ -148,44 +149,43 @@ def test_d9_who_sends_too_slowly_is_told_and_closed(world: World) -> None:
     patient.close()
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        *(
-            b"POST /functions/echo/invoke HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n1" % headers
-            for headers in (
-                b"Content-Length: one",
-                b"Content-Length: -1",
-                b"Content-Length: +1",
-                b"Content-Length: 1e0",
-                b"Content-Length: 0x1",
-                b"Content-Length: 18446744073709551617",
-                b"Content-Length: 1, 1",
-                b"Content-Length: 1\r\nContent-Length: 1",
-                b"Content-Length: 1\r\nContent-Length: 2",
-                b"Content-Length: 1\r\nTransfer-Encoding: chunked",
-                b"Transfer-Encoding: chunked\r\nContent-Length: 1",
-                b"Transfer-Encoding: chunked, identity",
-                b"Transfer-Encoding : chunked",
-                b"X\x00Y: 1\r\nContent-Length: 1",
-                b"Content-Length: 1\r\nno colon",
-            )
-        ),
-        *(
-            invoke(b"Transfer-Encoding: chunked\r\n", chunks)
-            for chunks in (b"zz\r\n", b"-1\r\n1\r\n", b"fffffffffffffffff\r\n", b"1\r\n1x", b"1\n1\r\n0\r\n\r\n")
-        ),
-        b"POST /functions/echo/invoke HTTP/9.9\r\n\r\n",
-        b"GARBAGE\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port that has none
-        b"CONNECT example.com:443 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-    ],
-    ids=repr,
-)
-def test_d9_what_is_not_http_is_refused_and_closed(world: World, request_: bytes) -> None:
+def all_said(world: World, request: bytes, at_once: bool) -> list[tuple[int, bytes]]:
+    """Status and body of each answer to a request, and to another one behind it, until the connection is closed."""
+    data = b""
+    with connect(world) as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in [request] if at_once else [request[place : place + 1] for place in range(len(request))]:
+            sock.sendall(piece)
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        data = received(sock)
+    answers = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        nbytes = int(fields.get(b"content-length", b"0"))
+        if not head.startswith(b"HTTP/1.1 100 "):
+            answers.append((int(head.split()[1]), data[:nbytes]))
+        data = data[nbytes:]
+    return answers
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "byte by byte"])
+@pytest.mark.parametrize("why", [*TAKEN, *LAST])
+def test_what_is_odd_and_can_be_read_in_one_way_only_is_taken(world: World, why: str, at_once: bool) -> None:
+    for request in TAKEN.get(why) or LAST[why]:
+        answers = all_said(world, request, at_once)
+        assert [status for status, _ in answers] == ([200, 200] if why in TAKEN else [200]), request
+        assert (answers[0][1] == b"4321") == request.startswith(b"POST"), request
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "byte by byte"])
+@pytest.mark.parametrize("why", REFUSED)
+def test_d9_what_is_not_http_is_refused_and_closed(world: World, why: str, at_once: bool) -> None:
     """And nothing after it is taken for another request."""
-    runs = world.count(m.Run)
-    assert said(world, request_, invoke(b"Content-Length: 1\r\n", b"1")) == (400, "bad_http")
+    runs, (status, code, requests) = world.count(m.Run), REFUSED[why]
+    for request in requests:
+        answers = all_said(world, request, at_once)
+        assert [(each, json.loads(body)["error"]["code"]) for each, body in answers] == [(status, code)], request
     assert world.count(m.Run) == runs
 
 

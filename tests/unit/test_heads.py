@@ -36,6 +36,7 @@ def test_targets() -> None:
     for bad in (
         b"*",
         b"/a#b",
+        b"/a#",
         b"http://u@localhost/",
         b"ftp://localhost/",
         b"localhost:80",
@@ -54,10 +55,13 @@ def test_what_the_parser_lets_pass_is_refused_by_name() -> None:
         ("0.9", [HOST], "HTTP/0.9"),
         ("1.1", [], "no Host"),
         ("1.1", [HOST, (b"transfer-encoding", b"gzip, chunked")], "'gzip, chunked'"),
+        ("1.0", [HOST, (b"transfer-encoding", b"chunked")], "HTTP/1.0 has no Transfer-Encoding"),
+        ("1.1", [HOST, (b"expect", b"100-continue"), (b"expect", b"tea")], "'tea'"),
     ):
         refused = scope_of(b"POST", b"/", version, headers)
         assert isinstance(refused, Failure)
-        assert refused.status == 400
+        assert refused.status == (417 if "tea" in named else 400)
         assert named in refused.text
+    assert not isinstance(scope_of(b"POST", b"/", "1.0", [(b"expect", b"tea")]), Failure), "it is as if not said"
     assert read(b"/", (b"transfer-encoding", b"Chunked"), method=b"POST")["path"] == "/"
     assert not isinstance(scope_of(b"GET", b"/healthz", "1.0", []), Failure)
