@@ -35,6 +35,8 @@ ASK_ONCE: Final = {
     "aten::_batch_norm_with_update",
     # In which dtype the norms are.
     "aten::_weight_norm_interface",
+    # Which of several dtypes the results have.
+    *(f"aten::{name}" for name in ("addr", "soft_margin_loss", "native_layer_norm", "native_group_norm")),
     "aten::embedding_bag",
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",
@@ -62,7 +64,7 @@ MOSTLY_STATIC: Final = {"aten::index", "aten::_unsafe_index", "aten::one_hot"}
 class Operation:
     __slots__ = (
         "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "name",
-        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "wire_name", "writes",
+        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "taken", "wire_name", "writes",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
@@ -71,6 +73,7 @@ class Operation:
         self.name = torch_dispatcher.full_name(schema)
         self.wire_name = self.name
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.taken: set[tuple[Any, ...]] = set()  # the ways in which it has succeeded
         self.handler: Handler | None = None
         places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
         scalars = [place for place in places if _is_scalar(str(schema.arguments[place[0]].real_type))]

@@ -12,6 +12,9 @@ from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation
 from dormouse.schemas import stream as wire
 
+Way = tuple[Any, ...]
+"""What decides whether there is a kernel for a call."""
+
 Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | SAME operand | NOTHING
 
 
@@ -40,12 +43,24 @@ class Plan:
     nbytes: int = 0  # of the definition and the largest operands, about
     listed: bool = False  # the results are a list or tuple
     tells: bool = False  # waits until it is known whether it has succeeded
+    way: Way | None = None  # of calling the operation that has not succeeded yet: it tells once
     fresh_nbytes: list[int] = field(default_factory=list)  # by slot
     writes: tuple[int, ...] = ()  # operands written, counted over tensors
     written_at: tuple[int, ...] = ()  # their places among all operands
     definition: list[Any] = field(default_factory=list)
     metas: list[Meta] = field(default_factory=list)  # that the definition names
     single: Meta | None = None  # the one result's
+
+    def tell(self, way: Way | None = None) -> None:
+        """Wait for the outcome, each time or until a call in this way has succeeded."""
+        self.shape, self.tells, self.way = Plan.GENERAL, True, way
+
+    def succeeded(self, operation: Operation) -> None:
+        if self.way is not None:
+            operation.taken.add(self.way)
+            self.tells, self.way = False, None
+            if not self.bulky:
+                self.choose_path()
 
     def choose_path(self) -> None:
         """Of the fast paths, by its results."""

@@ -13,6 +13,7 @@ import torch
 from dormouse.client_shim import torch_dispatcher, torch_private
 from dormouse.client_shim.commands import definitions, metas, telling
 from dormouse.client_shim.commands.metas import Meta
+from dormouse.client_shim.commands.operations import Operation
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.schemas import stream as wire
 
@@ -33,14 +34,23 @@ def infer(call: Call) -> Plan:
     if not operation.ask_always and not plan.believed:
         try:
             _predict(plan, call)
-        except Exception:  # a library's own shape rule may raise anything
+        except Exception as error:  # a library's own shape rule may raise anything
+            if _in_place_view(operation):  # nothing of it is the executor's
+                raise RuntimeError(str(error)) if isinstance(error, AssertionError) else error from None
             # Ours or the user's fault: either way the real operation knows best, and its error is the one to show.
             plan.shape = Plan.ASK
             plan.results, plan.changes = [], []
-    if plan.shape != Plan.ASK and telling.tells(plan, call):
-        plan.shape, plan.tells = Plan.GENERAL, True
+    if plan.shape in (Plan.FRESH, Plan.SAME, Plan.GENERAL):
+        if telling.tells(plan, call):
+            plan.tell()
+        elif way := telling.untried(call):
+            plan.tell(way)
     definitions.define(plan, call)
     return plan
+
+
+def _in_place_view(operation: Operation) -> bool:
+    return operation.name.split(".")[0] in VIEWS_IN_PLACE
 
 
 def _in_rows(meta: Meta) -> bool:
@@ -73,7 +83,7 @@ def _predict(plan: Plan, call: Call) -> None:
         raise RuntimeError("which strides an empty `out=` gets depends on the kernel")
     if not plan.results and not operation.writes:
         raise RuntimeError("no results: let the executor say")
-    if operation.name.split(".")[0] in VIEWS_IN_PLACE:
+    if _in_place_view(operation):
         plan.shape = Plan.VIEW
     else:
         plan.choose_path()

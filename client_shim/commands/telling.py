@@ -1,14 +1,17 @@
 """Which calls answer for themselves: CUDA knows at the call whether they succeed, and no shape rule does.
 
 A program that catches `LinAlgError` and tries again with more jitter counts on that, so the shim waits for these as
-CUDA does. Calls that cannot fail are not waited for, nor are those whose kernels assert on the GPU, which CUDA reports
-later too: indices, targets, probabilities of each element. Pure.
+CUDA does. So does the first call of an operation in a way that no shape rule knows to be right: with dtypes that there
+may be no kernel for, for example. Calls that cannot fail are not waited for, nor are those whose kernels assert on the
+GPU, which CUDA reports later too: indices, targets, probabilities of each element. Pure.
 """
 
 from collections.abc import Callable
 from typing import Any, Final
 
-from dormouse.client_shim.commands.plans import Call, Plan
+import torch
+
+from dormouse.client_shim.commands.plans import Call, Plan, Way
 from dormouse.schemas import stream as wire
 
 Arguments = dict[str, Any]
@@ -23,8 +26,8 @@ def _checked(arguments: Arguments) -> bool:
     return arguments.get("check_errors") is True
 
 
-def _with_sorter(arguments: Arguments) -> bool:
-    return arguments.get("sorter") is not None
+def _sorted_oddly(arguments: Arguments) -> bool:
+    return arguments.get("sorter") is not None or arguments.get("side") not in (None, "left", "right")
 
 
 def _range_of_data(arguments: Arguments) -> bool:
@@ -55,8 +58,21 @@ def _boundaries(arguments: Arguments) -> bool:
     return bool(arguments["boundaries"].dim() != 1)
 
 
-def _undilated(arguments: Arguments) -> bool:
-    return any(step < 1 for step in arguments.get("dilation", ()))
+def _unlike(arguments: Arguments) -> bool:
+    """What comes in place of a part of a tensor has another shape than it."""
+    data, source, dim = arguments["self"], arguments["source"], arguments["dim"]
+    if source.dim() != data.dim():
+        return True
+    return any(one != other for at, (one, other) in enumerate(zip(data.shape, source.shape, strict=True)) if at != dim)
+
+
+def _bounds(arguments: Arguments) -> bool:
+    power, most = arguments["p"], arguments["maxnorm"]
+    return not (power > 0 and most >= 0)
+
+
+def _complex_number(arguments: Arguments) -> bool:
+    return isinstance(arguments["value"], complex) and not arguments["self"].dtype.is_complex
 
 
 def _without_order(arguments: Arguments) -> bool:
@@ -81,7 +97,7 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
         ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_lu_factor_ex", "_linalg_solve_ex"),
         _checked,
     ),
-    "searchsorted": _with_sorter,
+    "searchsorted": _sorted_oddly,
     "histc": _range_of_data,
     "normal": _spread_of_data,
     **dict.fromkeys(("bernoulli", "bernoulli_"), _chance),
@@ -92,7 +108,11 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     "heaviside": _two_dtypes("self", "values"),
     "complex": _two_dtypes("real", "imag"),
     "polar": _two_dtypes("abs", "angle"),
-    **dict.fromkeys(("convolution", *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3))), _undilated),
+    **dict.fromkeys(tuple(f"index_{kind}{way}" for kind in ("add", "copy", "reduce") for way in ("", "_")), _unlike),
+    **dict.fromkeys(("renorm", "renorm_"), _bounds),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _complex_number),
+    "softshrink": lambda arguments: not arguments.get("lambd", 0.5) >= 0,
+    "put": lambda arguments: bool(arguments["index"].numel() != arguments["source"].numel()),
     **dict.fromkeys(("cummax", "cummin"), _without_order),
 }
 """By an operation's name without overload."""
@@ -103,12 +123,74 @@ def tells(plan: Plan, call: Call) -> bool:
     schema = call.operation.op._schema
     rule = _TELLING.get(schema.name.removeprefix("aten::"))
     if rule is None:
-        return _something_of_nothing(plan, call)
+        return _something_of_nothing(plan, call) or _over_itself(call)
     names = (argument.name for argument in schema.arguments)
     return rule(dict(zip(names, call.args, strict=False)) | call.kwargs)
+
+
+def _over_itself(call: Call) -> bool:
+    """An `out` that is also read, or of which two elements are one."""
+    found = call.kwargs.get("out")
+    outs: list[Any] = [out for out in (found if isinstance(found, list | tuple) else [found]) if call.is_remote(out)]
+    read = [remote._storage for remote in call.remotes if not any(remote is out for out in outs)]
+    return any(0 in out._meta.stride or any(out._storage is storage for storage in read) for out in outs)
 
 
 def _something_of_nothing(plan: Plan, call: Call) -> bool:
     """The greatest of no elements is an error; their sum is not, and shape rules do not tell the two apart."""
     made = any(kind == wire.FRESH and meta is not None and meta.numel() for kind, meta, _ in plan.results)
     return made and any(remote._meta.numel() == 0 for remote in call.remotes)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ANY_DTYPE: Final = _words("""
+    _to_copy copy_ clone cat stack fill_ zero_ index index_fill index_fill_ gather masked_fill masked_fill_ where eq ne
+    logical_and logical_or logical_not any all repeat flip roll embedding scaled_dot_product_attention
+    empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full
+""")
+"""Which have a kernel for every dtype, or are asked anyway."""
+
+_INTEGERS_ONLY: Final = ("bitwise", "__", "gcd", "lcm")
+"""Beginnings of names: these have none for the dtype that all else is made for."""
+
+_LOOSE: Final = _words("""
+    softmax log_softmax _softmax _log_softmax softmin sort topk kthvalue addmm addmv addbmm baddbmm addr
+    index_add index_add_ index_copy index_copy_ index_reduce index_reduce_ index_select
+    lu linalg_lu linalg_lu_factor_ex ormqr mvlgamma im2col col2im
+""")
+"""Whose shape rules do not look at dimensions and numbers, as kernels do."""
+
+_LOOSER: Final = _words("""
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution batch_norm
+    select_scatter slice_scatter diagonal_scatter as_strided_scatter as_strided_copy
+""")
+"""Nor at the sizes of all operands after the first."""
+
+
+def untried(call: Call) -> Way | None:
+    """In which way the operation is called, if it is to be waited for whether there is a kernel for it: a program that
+    catches the error to convert its operands counts on that. Once it has succeeded in that way, it will.
+    """
+    operation = call.operation
+    base = operation.name.removeprefix("aten::").partition(".")[0]
+    dtypes = [remote._meta.dtype for remote in call.remotes]
+    values = [value for value in (*call.args, *call.kwargs.values()) if not call.is_remote(value)]
+    way: list[Any] = [*dtypes, *(value for value in values if isinstance(value, torch.dtype))]
+    if base in _LOOSE or base in _LOOSER:
+        way += [len(remote._meta.size) for remote in call.remotes]
+        way += [value if isinstance(value, int | str) else _numbers(value) for value in values]
+        if base in _LOOSER:
+            way += [remote._meta.size for remote in call.remotes[1:]]
+            way += [call.remotes[0]._meta.size] if base.endswith(("_scatter", "_copy")) else []
+    elif base in _ANY_DTYPE or (not dtypes and not any(dtype.is_complex for dtype in way)):
+        return None
+    elif set(way) == {torch.float32} and not base.startswith(_INTEGERS_ONLY):
+        return None
+    return None if tuple(way) in operation.taken else tuple(way)
+
+
+def _numbers(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) and all(isinstance(item, int) for item in value) else ()

@@ -181,6 +181,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     results = _results(plan, tensors, first)
     if plan.tells:
         current.answer_for_all()
+        plan.succeeded(operation)
     return results
 
 
