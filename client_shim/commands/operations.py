@@ -158,3 +158,4 @@ def forget_plans() -> None:
     """Something that every prediction depends on has changed (the default dtype), or there are too many of them."""
     for operation in _operations.values():
         operation.plans.clear()
+        operation.taken.clear()

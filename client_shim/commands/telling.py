@@ -156,6 +156,8 @@ _ANY_DTYPE: Final = _words("""
 _INTEGERS_ONLY: Final = ("bitwise", "__", "gcd", "lcm")
 """Beginnings of names: these have none for the dtype that all else is made for."""
 
+_EVERYWHERE: Final = {torch.float32}
+
 _LOOSE: Final = _words("""
     softmax log_softmax _softmax _log_softmax softmin sort topk kthvalue addmm addmv addbmm baddbmm addr
     index_add index_add_ index_copy index_copy_ index_reduce index_reduce_ index_select
@@ -179,15 +181,15 @@ def untried(call: Call) -> Way | None:
     dtypes = [remote._meta.dtype for remote in call.remotes]
     values = [value for value in (*call.args, *call.kwargs.values()) if not call.is_remote(value)]
     way: list[Any] = [*dtypes, *(value for value in values if isinstance(value, torch.dtype))]
+    if not dtypes and not any(dtype.is_complex for dtype in way):
+        return None
     if base in _LOOSE or base in _LOOSER:
         way += [len(remote._meta.size) for remote in call.remotes]
         way += [value if isinstance(value, int | str) else _numbers(value) for value in values]
         if base in _LOOSER:
             way += [remote._meta.size for remote in call.remotes[1:]]
             way += [call.remotes[0]._meta.size] if base.endswith(("_scatter", "_copy")) else []
-    elif base in _ANY_DTYPE or (not dtypes and not any(dtype.is_complex for dtype in way)):
-        return None
-    elif set(way) == {torch.float32} and not base.startswith(_INTEGERS_ONLY):
+    elif base in _ANY_DTYPE or (set(way) <= _EVERYWHERE and not base.startswith(_INTEGERS_ONLY)):
         return None
     return None if tuple(way) in operation.taken else tuple(way)
 
