@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
@@ -238,6 +239,16 @@ def swap_on_module_conversion(swap: bool) -> None:
     torch.__future__.set_swap_module_params_on_conversion(swap)
 
 
+def _exchanges(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensor objects that have weak references can be: these name the objects then as before."""
+    references, shapes = (weakref.ref(one), weakref.ref(other)), (one.shape, other.shape)
+    try:
+        swap(one, other)
+    except RuntimeError:
+        return False
+    return references[0]() is one and references[1]() is other and (other.shape, one.shape) == shapes
+
+
 def self_test(make: Callable[[], torch.Tensor], base: type) -> None:
     """Check on one tensor each property that the shim relies on."""
     tensor = make()
@@ -251,6 +262,7 @@ def self_test(make: Callable[[], torch.Tensor], base: type) -> None:
         ".data goes through detach": type(tensor.data) is base,
         "a device may be a number": torch.device(0) == tensor.device,
         "constructors from data reach the CUDA key": has_kernel("aten::copy_", "CUDA"),
+        "tensors with weak references are exchanged": _exchanges(make(), make()[0]),
     }
     with torch.inference_mode():
         checks["views work in inference mode"] = type(tensor.view(6) if tensor.is_contiguous() else tensor.t()) is base

@@ -4,6 +4,7 @@ import importlib
 import io
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,21 @@ def test_an_unknown_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
     with pytest.raises(torch_private.UnsupportedTorch, match=r"2\.11, 2\.12, 2\.13.*2\.5\.1"):
         torch_private.check_version()
+
+
+def test_a_torch_that_refuses_to_exchange_tensors_with_weak_references_is_refused(
+    loopback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dormouse.client_shim import torch_private
+    from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+
+    def make() -> torch.Tensor:
+        return torch.empty_strided((2, 3), (1, 2), device=CUDA)
+
+    torch_private.self_test(make, RemoteTensor)
+    monkeypatch.setattr(torch.utils, "weakref", weakref)
+    with pytest.raises(torch_private.UnsupportedTorch, match=r"needs: tensors with weak references are exchanged$"):
+        torch_private.self_test(make, RemoteTensor)
 
 
 def test_leaving_puts_everything_back(loopback: Any) -> None:
