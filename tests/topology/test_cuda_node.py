@@ -148,7 +148,7 @@ def handle(model, request):
     with torch.inference_mode():
         result = model(torch.full((2, 768), request["x"]).to("cuda")).sum(1).tolist()
     while request["until"] and not Path(request["until"]).exists():
-        model[0].bias.sum().item()  # who gives the GPU nothing loses its turn
+        model[0].bias.sum().item()
     return result
 """
 
@@ -161,7 +161,9 @@ def test_all_gpus_are_used_and_give_each_other_what_they_have(pool: str, monkeyp
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{os.environ['LD_LIBRARY_PATH']}:{nvml.parent}")
     monkeypatch.setenv("FAKE_NVML_UUIDS", " ".join(fake_nvml.fake_uuid(gpu) for gpu in (1, 0)))
     monkeypatch.setenv("FAKE_NVML_SWITCHES", "3 3")
-    with running_node(f'[gpu]\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n') as node:
+    config = f'[gpu]\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n'
+    keeping = "[schedule]\nturn_ms = 60000\n[limits]\ncompute_ms = 600000\n"  # else the twin may have the other's turn
+    with running_node(config + keeping) as node:
         gpus = node.status()["gpus"]
         assert {number: gpu["switch_with"] for number, gpu in gpus.items()} == {"0": [1], "1": [0]}
         assert {number: gpu["name"] for number, gpu in gpus.items()} == {"0": "Fake GPU 0", "1": "Fake GPU 1"}
