@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def write_gguf(path: Path, seed: int = 0, ends: dict[str, int] | None = None, **fields: Any) -> PreTrainedModel:
-    """A Llama with its tokenizer and template; ``ends`` are tokens such as `eot`, ``fields`` further numbers. Returns
+    """A Llama with its tokenizer and template; ``ends`` are tokens such as `eot`, ``fields`` further ones. Returns
     the model.
     """
     import gguf
@@ -29,7 +29,8 @@ def write_gguf(path: Path, seed: int = 0, ends: dict[str, int] | None = None, **
     for name, token in (ends or {}).items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     for name, value in fields.items():
-        writer.add_float32(name.replace("__", "."), value)
+        add = {float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string}
+        add[type(value)](name.replace("__", "."), value)
     _add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}

@@ -6,7 +6,7 @@ without a word, is refused here by name. Tensors are made one at a time, as they
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 
 from dormouse.client_shim.llm.checkpoint import StoredTensor
 from dormouse.client_shim.llm.folder import BadFolder
+from dormouse.client_shim.llm.gguf_fields import settled
 from dormouse.client_shim.llm.gguf_header import check_header
+from dormouse.schemas.llm import FAMILIES
 
 _SCALED: Final = "the positions of its tokens are scaled, which is not read from GGUF: deploy it from its folder"
 _ARCHITECTURES: Final = {"mistral": "llama"}
@@ -34,7 +36,7 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BadFolder(f"{name} is no GGUF file: {error}") from error
     try:
-        import gguf  # noqa: F401
+        import gguf
     except ImportError:
         raise BadFolder(
             f"{name} needs the package gguf, which the node's environment lacks: pip install gguf"
@@ -42,9 +44,24 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
     known = _transformers()
     try:
         config: dict[str, Any] = known.load_gguf_checkpoint(path)["config"]
+        reader = gguf.GGUFReader(path)
+        architecture = str(known.read_field(reader, "general.architecture")[0])
+        start = f"{architecture}."
+        fields = {
+            key.removeprefix(start): each.contents() for key, each in reader.fields.items() if key.startswith(start)
+        }
     except Exception as error:  # whatever a stranger's file makes it raise
         raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    return {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
+    config = {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
+    if config.get("model_type") not in FAMILIES:
+        return config  # is refused for that
+    if any(key.startswith("rope.scaling.") and fields[key] not in ("none", "", 0) for key in fields):
+        raise BadFolder(f"{name}: {_SCALED}")
+    read = known.GGUF_TO_TRANSFORMERS_MAPPING["config"].get(architecture, {})
+    try:
+        return settled(architecture, read, fields, config)
+    except BadFolder as error:
+        raise BadFolder(f"{name}: {error}") from None
 
 
 def gguf_ends(folder: str, name: str) -> list[Any]:
@@ -90,15 +107,13 @@ class GgufFile:
             )
         except Exception as error:  # whatever a stranger's file makes it raise
             raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-        if any(".rope.scaling." in field and not field.endswith(".type") for field in reader.fields):
-            raise BadFolder(f"{name}: {_SCALED}")
         tensors = list(reader.tensors)
         self._names.setdefault("output.weight", "lm_head.weight")
         for tensor in tensors:
             if tensor.name not in self._names:
                 what = _SCALED if tensor.name.startswith("rope_") else f"{tensor.name[:80]!r} is not known"
                 raise BadFolder(f"{name}: {what}")
-        self._tensors = {self._names[tensor.name]: tensor for tensor in tensors}
+        self._tensors = by_parameter(name, self._names, tensors)
         self.tensors = dict.fromkeys(self._tensors, StoredTensor("F32", None))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,6 +135,15 @@ class GgufFile:
             if weights is None:
                 raise BadFolder(f"{tensor.name!r} cannot be made: it is not known")
             yield name, weights
+
+
+def by_parameter(name: str, names: Mapping[str, str], tensors: Iterable[Any]) -> dict[str, Any]:
+    """The file's tensors by what `transformers` calls them. Raises BadFolder for two that are one."""
+    found: dict[str, Any] = {}
+    for tensor in tensors:
+        if (other := found.setdefault(names[tensor.name], tensor)) is not tensor:
+            raise BadFolder(f"{name} has {names[tensor.name]} twice: as {other.name!r} and as {tensor.name!r}")
+    return found
 
 
 def _transformers() -> Any:

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from gguf_files import write_gguf
 from language_models import make_folder
 from llm_node import CONFIG, MESSAGES, ask, client, connected, generated, prompt_tokens, rest, streaming
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dormouse.core import modelfolder
 from dormouse.core.node import cli
@@ -138,6 +138,27 @@ def test_pickled_weights_if_asked_for_also_after_a_restart(tmp_path: Path) -> No
             own.stop()
             own.start()
             answers(client, "pickled", model)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_stored_head_that_differs_though_the_configuration_ties_it(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path, convert: bool
+) -> None:
+    """As `transformers` loads it: with the head that is stored."""
+    tied = make_folder(tmp_path, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    assert "lm_head.weight" not in stored
+    head = torch.randn(stored["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(8))
+    save_file({**stored, "lm_head.weight": head * 0.15}, path, {"format": "pt"})
+    loaded: Any = AutoModelForCausalLM
+    model = loaded.from_pretrained(tmp_path).eval()
+    assert generated(model, prompt_tokens(), 20) != generated(tied, prompt_tokens(), 20)
+    if convert:
+        pickled(tmp_path)
+    deploy(node, "heads", tmp_path, convert=convert)
+    answers(client, "heads", model)
+    node.remove("heads")
 
 
 class Evil:

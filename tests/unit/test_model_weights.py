@@ -7,6 +7,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dormouse.client_shim.llm import checkpoint, gguf_file, loading, weights
 from dormouse.client_shim.llm.folder import BadFolder, spec_of
+from dormouse.client_shim.llm.gguf_fields import settled
 from dormouse.schemas.llm import DecoderSpec
 
 
@@ -309,6 +311,71 @@ def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
         path.write_bytes(content)
         with pytest.raises(BadFolder, match=what):
             _gguf(tmp_path)
+
+
+_LLAMA: Final = {
+    "attention.head_count": "num_attention_heads",
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "a",
+}
+
+
+def _settled(architecture: str, fields: dict[str, Any], **config: Any) -> dict[str, Any]:
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "model_type": architecture}
+    return settled(architecture, _LLAMA, fields, {**sizes, **config})
+
+
+def test_what_a_gguf_file_says_beside_what_transformers_reads() -> None:
+    assert _settled("llama", {})["head_dim"] == 16
+    assert _settled("qwen3", {"attention.key_length": 24, "attention.value_length": 24})["head_dim"] == 24
+    assert _settled("llama", {})["num_key_value_heads"] == 4
+    assert _settled("llama", {}, num_key_value_heads=2)["num_key_value_heads"] == 2
+    assert _settled("llama", {}, model_type="mistral")["sliding_window"] is None
+    gemma = _settled("gemma2", {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 9.0}, num_hidden_layers=26)
+    assert [gemma[name] for name in ("attn_logit_softcapping", "final_logit_softcapping")] == [7.0, 9.0]
+    assert gemma["query_pre_attn_scalar"] == 16
+    large = {"attention.key_length": 128}
+    assert _settled("gemma2", large, num_hidden_layers=42)["query_pre_attn_scalar"] == 128
+    assert _settled("gemma2", large, num_hidden_layers=46)["query_pre_attn_scalar"] == 16
+    gpt2 = settled("gpt2", {}, {}, {"n_head": 4, "n_embd": 64, "n_ctx": 99, "feed_forward_length": 80})
+    assert (gpt2["n_positions"], gpt2["n_inner"]) == (99, 80)
+    assert _settled("llama", {"vocab_size": 9, "logit_scale": 1.0, "expert_count": 0, "attention.causal": True})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_scale", 0.5),
+        ("residual_scale", 0.25),
+        ("embedding_scale", 12.0),
+        ("attention.scale", 0.125),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.max_alibi_bias", 8.0),
+        ("attention.sliding_window", 4096),
+        ("attention.causal", False),
+        ("attn_logit_softcapping", 50.0),
+        ("expert_count", 8),
+        ("something.new", 3),
+        ("rope.dimension_count", 8),
+        ("attention.value_length", 8),
+    ],
+)
+def test_fields_of_gguf_that_are_not_computed(tmp_path: Path, field: str, value: Any) -> None:
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
+    from gguf_files import write_gguf
+
+    more = {"llama__attention__key_length": 16, f"llama__{field.replace('.', '__')}": value}
+    write_gguf(tmp_path / "m.gguf", **more)
+    with pytest.raises(BadFolder, match=rf"m.gguf: llama\.{field} is {value}, "):
+        _gguf(tmp_path)
+
+
+def test_two_tensors_of_gguf_that_are_one() -> None:
+    tensors = [SimpleNamespace(name=name) for name in ("output.weight", "token_embd.weight")]
+    names = {"output.weight": "lm_head.weight", "token_embd.weight": "model.embed_tokens.weight"}
+    assert list(gguf_file.by_parameter("m.gguf", names, tensors)) == ["lm_head.weight", "model.embed_tokens.weight"]
+    with pytest.raises(BadFolder, match=r"has one twice: as 'output.weight' and as 'token_embd.weight'"):
+        gguf_file.by_parameter("m.gguf", dict.fromkeys(names, "one"), tensors)
 
 
 # --- what is stored twice
