@@ -26,6 +26,7 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS emptied (row INTEGER PRIMARY KEY)",  # has one while the last function was removed
     "CREATE TABLE IF NOT EXISTS step_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",  # of language models
     "CREATE TABLE IF NOT EXISTS pins (name TEXT PRIMARY KEY)",
+    "CREATE TABLE IF NOT EXISTS traffic (name TEXT PRIMARY KEY, share INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS batch_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",
 )
 
@@ -55,7 +56,7 @@ class CatalogueFile:
                     f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
-            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'batch_times'"
+            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'traffic', 'batch_times'"
             missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
             for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
                 self._db.execute(statement)
@@ -130,6 +131,18 @@ class CatalogueFile:
         except sqlite3.Error as error:
             raise NotWritten(f"{self._path} cannot be written: {error}; free space on its disk") from error
 
+    def traffic(self) -> dict[str, int]:
+        """The share of each version that is served beside another, in per cent."""
+        return dict(self._db.execute("SELECT name, share FROM traffic"))
+
+    def share(self, name: str, share: int) -> None:
+        """Of a function that is there. Raises NotWritten."""
+        there = "EXISTS (SELECT 1 FROM functions WHERE name = ?)"
+        try:
+            self._write((f"INSERT OR REPLACE INTO traffic SELECT ?, ? WHERE {there}", (name, share, name)))
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; free space on its disk") from error
+
     def step_times(self) -> dict[str, StepTimes]:
         """What steps of language models were learned to take, by function."""
         rows = self._db.execute("SELECT name, times FROM step_times").fetchall()
@@ -176,6 +189,7 @@ class CatalogueFile:
             ("DELETE FROM step_times WHERE name = ?", (name,)),
             ("DELETE FROM batch_times WHERE name = ?", (name,)),
             ("DELETE FROM pins WHERE name = ?", (name,)),
+            ("DELETE FROM traffic WHERE name = ?", (name,)),
             _NOTE_IF_EMPTY,
         )
 

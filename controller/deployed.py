@@ -1,5 +1,6 @@
-"""Keeps in the catalogue what is deployed, removed, quarantined or pinned, and answers whether that could be written:
-what is not written is not done. Which functions there are is the router's to say, and the scheduler hears of it here.
+"""Keeps in the catalogue what is deployed, removed, quarantined, pinned or given a share of requests, and answers
+whether that could be written: what is not written is not done. Which functions there are is the router's to say, and
+the scheduler hears of it here.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +45,7 @@ class DeployedFunctions:
 
     def all(self) -> m.Catalogue:
         held = self._catalogue.quarantined() | dict.fromkeys(self._left_out, LEFT_OUT)
-        return m.Catalogue(functions=self._catalogue.functions(), held=held)
+        return m.Catalogue(functions=self._catalogue.functions(), held=held, traffic=self._catalogue.traffic())
 
     def loaded(self, function: str, instance: str) -> None:
         self._loaded[function] = instance
@@ -98,6 +99,14 @@ class DeployedFunctions:
             spec = next((spec for spec in self._catalogue.functions() if spec.name == asked.name), None)
             if spec is not None:
                 self._perform(service.service_level(spec, pinned=asked.pinned))
+        self._say(m.Status(query=asked.query, json=b"{}", failure=failure))
+
+    def share(self, asked: m.AskTraffic) -> None:
+        failure = None
+        try:
+            self._catalogue.share(asked.name, asked.share)
+        except NotWritten as error:
+            failure = service.not_kept(str(error), "nothing was changed")
         self._say(m.Status(query=asked.query, json=b"{}", failure=failure))
 
     def _not_written(self, name: str, error: NotWritten) -> None:

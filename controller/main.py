@@ -190,6 +190,8 @@ class Controller(Actor):
                 self._asked_policy(message)
             case m.AskPin():
                 self._deployed.pin(message)
+            case m.AskTraffic():
+                self._deployed.share(message)
             case m.AskMove():
                 self._moving.asked(message)
             case m.AskUsage():

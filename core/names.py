@@ -4,3 +4,13 @@ import re
 from typing import Final
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def beside(name: str, version: int) -> str:
+    """What a version is called that is served beside the one that has the function's name."""
+    return f"{name}@{version}"
+
+
+def base_of(name: str) -> str:
+    """The function whose version is called so; its own name is that of the function."""
+    return name.partition("@")[0]

@@ -24,7 +24,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 14
+PROTOCOL: Final = 15
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -57,6 +57,7 @@ class Deploy(Packet, frozen=True, kw_only=True, tag=1):
     logs: bool = False
     note: str = ""  # for people
     check: str = ""  # JSON: a request that the new version answers before it is served; "": none
+    traffic: int | None = None  # it is served beside what has the name, and gets so many per cent; None: it replaces it
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):
@@ -173,6 +174,15 @@ class Pin(Packet, frozen=True, kw_only=True, tag=18):
     pinned: bool = True
 
 
+class Traffic(Packet, frozen=True, kw_only=True, tag=29):
+    """Which versions of a function are served, and how many per cent of its requests each of them gets. What is left
+    of the whole is that of the version that has the name.
+    """
+
+    name: str
+    shares: dict[int, int]
+
+
 class MoveModel(Packet, frozen=True, kw_only=True, tag=28):
     """Bring a function's model to a GPU, or have it leave GPUs ("host"), and host memory too ("disk")."""
 
@@ -253,6 +263,7 @@ Act = (
     | Versions
     | Rollback
     | Pin
+    | Traffic
     | MoveModel
     | ListJobs
     | AskJob

@@ -85,6 +85,12 @@ class AdminClient:
             answer = b"".join(conversation.ask(a.Rollback(name=name, version=version)))
         return msgspec.json.decode(answer, type=dict[str, Any])
 
+    def traffic(self, name: str, shares: dict[int, int]) -> dict[str, Any]:
+        """Which versions have how many per cent; waits until they are served."""
+        with self._conversation(None) as conversation:
+            answer = b"".join(conversation.ask(a.Traffic(name=name, shares=shares)))
+        return msgspec.json.decode(answer, type=dict[str, Any])
+
     def pin(self, name: str, pinned: bool) -> None:
         self._call(a.Pin(name=name, pinned=pinned))
 

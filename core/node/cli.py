@@ -99,7 +99,7 @@ for command in (
         cli_functions.run,
     ),
     *(cli_requests.requests, cli_requests.jobs, cli_requests.job),
-    *(cli_versions.history, cli_versions.rollback, cli_versions.pin, cli_versions.unpin),
+    *(cli_versions.history, cli_versions.rollback, cli_versions.traffic, cli_versions.pin, cli_versions.unpin),
     cli_audit.audit,
     *(
         cli_cost.cost,

@@ -99,6 +99,12 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
 @click.option(
     "--check", default="", metavar="JSON", help="A request that the new version answers before it takes over, or not."
 )
+@click.option(
+    "--traffic",
+    type=click.IntRange(0, 99),
+    metavar="PERCENT",
+    help="So many per cent of the requests go to the new version; the version before keeps the rest.",
+)
 @of_models
 @of_functions
 @as_json
@@ -114,6 +120,7 @@ def deploy(
     reset: tuple[str, ...],
     note: str,
     check: str,
+    traffic: int | None,
     json_: bool,
     **given: Any,
 ) -> None:
@@ -171,7 +178,8 @@ def deploy(
         try:
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
                 show = partial(_show_printed, printed)
-                answer = command.client.deploy(name, found, options, show, reset=list(reset), note=note, check=check)
+                says: dict[str, Any] = {"reset": list(reset), "note": note, "check": check, "traffic": traffic}
+                answer = command.client.deploy(name, found, options, show, **says)
         except CallRefused as error:
             raise _not_deployed(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:
@@ -183,6 +191,8 @@ def deploy(
         show_json(answer)
     else:
         click.echo(f"{answer['name']} version {answer['version']} is deployed")
+        if served := answer.get("traffic"):
+            click.echo("  " + ", ".join(f"version {each} gets {share} %" for each, share in served.items()))
         show_changes(answer)
 
 

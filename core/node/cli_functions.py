@@ -49,6 +49,8 @@ def ls(context: CommandContext, json_: bool) -> None:
 
 def _listed(row: dict[str, Any]) -> dict[str, Any]:
     """A language model has a deadline for its first token, and one for each further one."""
+    if (share := row.get("traffic")) not in (None, 100):
+        row = row | {"state": f"{row['state']} ({share} %)"}
     if (llm := row.get("llm")) is None:
         return row
     return row | {"deadline_ms": f"{llm['wanted_ttft_ms']} + {llm['wanted_tpot_ms']}/token"}

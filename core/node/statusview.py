@@ -100,9 +100,10 @@ def problem_line(text: str) -> None:
 
 
 def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    recent = row.get("recent") or {}
+    recent, share = row.get("recent") or {}, row.get("traffic")
     return row | {
         "function": name,
+        "state": f"{row['state']} ({share} %)" if share not in (None, 100) else row.get("state"),
         "in time": f"{recent['in_time']:.1%}" if recent.get("counted") else None,
         "p50": told(row.get("p50_ms")),
         "p99": told(row.get("p99_ms")),

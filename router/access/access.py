@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Final, Literal, NamedTuple
 
 from dormouse.core.keys import Key
+from dormouse.core.names import base_of
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Scope
 
@@ -53,6 +54,7 @@ class Act(Enum):
     PIN = "pin"
     MOVE = "move"
     UNPIN = "unpin"
+    TRAFFIC = "traffic"
     STATUS = "status"
     LOAD_ADAPTER = "deploy lora"
     UNLOAD_ADAPTER = "rm lora"
@@ -98,6 +100,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.PIN: "deploy",
     Act.MOVE: "deploy",
     Act.UNPIN: "deploy",
+    Act.TRAFFIC: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
     Act.SECRETS: "deploy",
@@ -161,6 +164,7 @@ ROUTES: Final = (
     Route(Act.ERRORS, "GET", re.compile(r"/admin/functions/([^/]+)/errors")),
     Route(Act.VERSIONS, "GET", re.compile(r"/admin/functions/([^/]+)/versions")),
     Route(Act.ROLLBACK, "POST", re.compile(r"/admin/functions/([^/]+)/rollback")),
+    Route(Act.TRAFFIC, "PUT", re.compile(r"/admin/functions/([^/]+)/traffic")),
     Route(Act.PIN, "PUT", re.compile(r"/admin/functions/([^/]+)/pin")),
     Route(Act.UNPIN, "DELETE", re.compile(r"/admin/functions/([^/]+)/pin")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
@@ -184,6 +188,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Versions: Act.VERSIONS,
     a.Rollback: Act.ROLLBACK,
     a.Pin: Act.PIN,
+    a.Traffic: Act.TRAFFIC,
     a.MoveModel: Act.MOVE,
     a.ListJobs: Act.JOBS,
     a.AskJob: Act.JOBS,
@@ -241,8 +246,9 @@ class Caller:
         return (self.tenant is None or self.tenant == tenant) and self.names(function)
 
     def names(self, function: str) -> bool:
-        """Whether the key is for functions of this name."""
-        return self.functions == ("*",) or any(fnmatchcase(function, pattern) for pattern in self.functions)
+        """Whether the key is for functions of this name; `mood@4` is a version of `mood`."""
+        name = base_of(function)
+        return self.functions == ("*",) or any(fnmatchcase(name, pattern) for pattern in self.functions)
 
 
 ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"] | IMPLIED["metrics"])

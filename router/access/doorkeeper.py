@@ -29,7 +29,7 @@ _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipa
 
 _EXPOSED: Final = (
     b"x-request-id, server-timing, retry-after, location, preference-applied, idempotency-replayed, "
-    b"inference-header-content-length"
+    b"inference-header-content-length, x-dormouse-version"
 )
 _ALLOWED: Final = (
     b"authorization, content-type, x-request-id, traceparent, tracestate, prefer, idempotency-key, "

@@ -18,6 +18,7 @@ from dormouse.core import exposure, tenants
 from dormouse.core.audit import Audit
 from dormouse.core.errortext import gist
 from dormouse.core.keys import KeyFile, shown
+from dormouse.core.names import base_of
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.passes import Passes
@@ -53,6 +54,7 @@ Called = (
     | a.Versions
     | a.Rollback
     | a.Pin
+    | a.Traffic
     | a.MoveModel
     | a.ListJobs
     | a.AskJob
@@ -75,6 +77,8 @@ class Node(overview.Node, Protocol):
     log: Any
     epoch: int
     requests: Requests
+
+    def dispatch(self, event: e.Event) -> None: ...
 
 
 def _answered(answer: Status | None, late: Failure | None = None) -> Status:
@@ -120,9 +124,11 @@ class Admin:
             case a.Remove(name=name):
                 with self._permits.audited(caller, act, name):
                     await self._permits.may_on(caller, act, name)
+                    await self.deploys.traffic.end(name)
                     await self._asks.change(lambda ask: e.RemoveAsked(ask, name))
-                    self._requests.stats.pop(name, None)
-                    self._function_logs.remove(name)
+                    self._requests.forget(name)
+                    if base_of(name) == name:
+                        self._function_logs.remove(name)
                 return {"removed": name}
             case a.Restart(name=name):
                 with self._permits.audited(caller, act, name):
@@ -150,6 +156,10 @@ class Admin:
                 with self._permits.audited(caller, act, name) as audited:
                     await self._permits.may_on(caller, act, name)
                     return await self.deploys.roll_back(caller, act, audited.more)
+            case a.Traffic(name=name):
+                with self._permits.audited(caller, act, name) as audited:
+                    await self._permits.may_on(caller, act, name)
+                    return await self.deploys.traffic.set(caller, act, audited.more)
             case a.Pin(name=name, pinned=pinned):
                 with self._permits.audited(caller, act, name):
                     await self._permits.may_on(caller, act, name)

@@ -50,6 +50,8 @@ async def route(
             if not re.fullmatch("[0-9]{1,9}", version):
                 raise refuse(400, "bad_request", f"version is {version!r}; write a number")
             await x.answer_json(200, await admin.call(caller, a.Rollback(name=name, version=int(version))))
+        case Act.TRAFFIC:
+            await x.answer_json(200, await admin.call(caller, a.Traffic(name=name, shares=_shares(x))))
         case Act.PIN | Act.UNPIN:
             pinned = entered.route.act is Act.PIN
             await x.answer_json(200, await admin.call(caller, a.Pin(name=name, pinned=pinned)))
@@ -120,13 +122,23 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     query = {key: values[-1] for key, values in parse_qs(_query(x), keep_blank_values=True).items()}
     try:
         name, entry = query.pop("name"), query.pop("entry", "")
-        note, check = query.pop("note", ""), query.pop("check", "")
+        note, check, traffic = query.pop("note", ""), query.pop("check", ""), query.pop("traffic", None)
+        if traffic is not None and not re.fullmatch("[0-9]{1,3}", traffic):
+            raise refuse(400, "bad_request", f"traffic is {traffic[:40]!r}; write per cent, from 0 to 99", close=True)
         several = {key: parse_qs(_query(x)).get(key, []) for key in ("env", "secret", "reset")}
         said: dict[str, Any] = {key: value for key, value in query.items() if key not in several}
         said |= {"env": _variables(x), "secrets": several["secret"]}
         is_model = query.get("llm", "") not in ("", "0", "false")
         usual = ADAPTER_CONFIG if query.get("base") else CONFIG if is_model else ENTRY
-        act = a.Deploy(name=name, entry=entry or usual, options=said, reset=several["reset"], note=note, check=check)
+        act = a.Deploy(
+            name=name,
+            entry=entry or usual,
+            options=said,
+            reset=several["reset"],
+            note=note,
+            check=check,
+            traffic=None if traffic is None else int(traffic),
+        )
         nbytes = int(x.header(b"content-length") or b"")
     except KeyError:
         raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None
@@ -136,6 +148,16 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         await deploying.unpack(nbytes, _pieces(x))
         answer = await deploying.finish()
     await x.answer_json(200, answer)
+
+
+def _shares(x: Exchange) -> dict[int, int]:
+    """``PUT /admin/functions/mood/traffic?3=90&4=10``. Raises HttpError."""
+    query = parse_qs(_query(x), keep_blank_values=True)
+    for version, shares in query.items():
+        if len(shares) > 1 or not re.fullmatch("[1-9][0-9]{0,8}=[0-9]{1,3}", f"{version}={shares[0]}"):
+            said = f"{version}={','.join(shares)}"
+            raise refuse(400, "bad_request", f"{said[:80]!r} is no share; write a version and per cent, such as ?4=10")
+    return {int(version): int(share) for version, (share,) in query.items()}
 
 
 def _variables(x: Exchange) -> dict[str, str]:

@@ -56,6 +56,10 @@ class Asks:
         """None if the controller does not say in time."""
         return await self._query(lambda query: m.AskPin(query=query, name=name, pinned=pinned))
 
+    async def share(self, name: str, share: int) -> m.Status | None:
+        """None if the controller does not say in time."""
+        return await self._query(lambda query: m.AskTraffic(query=query, name=name, share=share))
+
     async def move(self, name: str, to: str) -> m.Status | None:
         """None if that takes too long."""
         return await self._query(lambda query: m.AskMove(query=query, name=name, to=to), MOVE_TIMEOUT_S)

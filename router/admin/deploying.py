@@ -11,7 +11,7 @@ from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
-from dormouse.core.names import NAME
+from dormouse.core.names import NAME, base_of
 from dormouse.core.quantities import size, sizes
 from dormouse.core.secretfile import MOST_NBYTES, checked_variable
 from dormouse.router.admin import archive, options
@@ -19,6 +19,7 @@ from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import Upload, disk_full
+from dormouse.router.admin.traffic import Sharing
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import MOST_OPEN
@@ -43,6 +44,7 @@ class DeployPlan:
     settings: a.Settings
     says: dict[str, Any]
     check: str = ""
+    share: int | None = None  # of its function's requests, beside the version that has the name
 
 
 def spec_of(
@@ -240,7 +242,9 @@ class Deploying:
         environments: Environments | None = None,
         printed: Callable[[bytes], None] = lambda _: None,
         audited: dict[str, Any] | None = None,
+        traffic: Sharing | None = None,
     ) -> None:
+        self._traffic = traffic
         self._audited = audited if audited is not None else {}
         self._environments, self._printed = environments, printed
         self.upload = upload
@@ -288,7 +292,7 @@ class Deploying:
                 raise HttpError(failures.base_changed(base.name))
             own = self.upload
             spec = structs.replace(plan.spec, snapshot=own.snapshot, content=own.content, environment=key)
-            return await self._change(spec, plan.check) | plan.says
+            return await self._change(spec, plan) | plan.says
 
     @asynccontextmanager
     async def _environment(self, plan: DeployPlan) -> AsyncGenerator[str, None]:
@@ -304,17 +308,22 @@ class Deploying:
         async with having as key:
             yield key
 
-    async def _change(self, spec: FunctionSpec, check: str) -> dict[str, Any]:
+    async def _change(self, spec: FunctionSpec, plan: DeployPlan) -> dict[str, Any]:
         """Raises HttpError."""
         self.handed = True
+        name, version = base_of(spec.name), 0 if self._traffic is None else self._traffic.next_version(spec.name)
         try:
-            settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec, check))
+            settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec, plan.check, version))
         except HttpError:
             self.handed = False
             raise
         assert settled.spec is not None
         self._audited |= options.told_in_audit(settled.spec)
-        answer = {"name": settled.spec.name, "version": settled.spec.version}
+        answer: dict[str, Any] = {"name": name, "version": settled.spec.version}
+        if self._traffic is not None and plan.share is not None:
+            self._audited["traffic"] = plan.share
+            await self._traffic.share(spec.name, plan.share)
+            answer["traffic"] = self._traffic.told(name)
         return answer | noted(settled)
 
 

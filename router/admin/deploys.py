@@ -15,6 +15,7 @@ from msgspec import structs
 from dormouse.core import tenants
 from dormouse.core.config import NodeConfig
 from dormouse.core.modelfolder import ADAPTER
+from dormouse.core.names import base_of
 from dormouse.core.quantities import duration
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
@@ -25,8 +26,10 @@ from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.permits import Permits
+from dormouse.router.admin.traffic import Sharing
 from dormouse.router.admin.vault import Vault
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions import splits
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Requests
@@ -47,6 +50,8 @@ class Node(Protocol):
     policy: RequestPolicy
     requests: Requests
 
+    def dispatch(self, event: e.Event) -> None: ...
+
 
 class Deploys:
     """See the module."""
@@ -65,6 +70,7 @@ class Deploys:
         self._config, self._requests, self._picture = node.config, node.requests, node.policy.picture
         self._permits, self._keeper, self._asks, self._logs = permits, keeper, asks, logs
         self._history, self._vault, self._environments = history, vault, environments
+        self.traffic = Sharing(self._picture, asks, node.dispatch, history, self._may_serve, node.requests.forget)
 
     @asynccontextmanager
     async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
@@ -92,6 +98,7 @@ class Deploys:
                 self._environments,
                 partial(self._printed, caller, first.spec),
                 audited.more,
+                self.traffic,
             )
             try:
                 yield deploying
@@ -125,7 +132,7 @@ class Deploys:
         """Over which an adapter is deployed; None with no name. Raises HttpError."""
         if not name:
             return None
-        if not tenancy.serves(caller, self._picture, name):
+        if base_of(name) != name or not tenancy.serves(caller, self._picture, name):
             text = f"there is no function {name[:100]!r} to be the adapter's base; `dormouse ls` says which there are"
             raise refuse(404, "unknown_base", text)
         return self._picture.functions[name].spec
@@ -153,6 +160,10 @@ class Deploys:
             if act.check and spec.llm is not None:
                 raise ConfigError("a check is of functions and embeddings: a language model is tried when it loads")
             spec = within_quota(spec, tenants.quota_nbytes(self._config, spec.tenant))
+            if act.traffic is None:
+                self.traffic.expect_alone(spec)
+            else:
+                spec = self.traffic.beside(spec, act.traffic)
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
         self._may_deploy(caller, spec)
@@ -161,7 +172,7 @@ class Deploys:
         spec = structs.replace(spec, options=keeps, of_file=settled.of_file, note=act.note)
         served = self._served(caller, act.name)
         says = {} if served is None else _says(served, spec) | {"kept": [*settled.kept]}
-        return DeployPlan(spec, base, settled.settings, says, act.check)
+        return DeployPlan(spec, base, settled.settings, says, act.check, act.traffic)
 
     def _served(self, caller: Caller, name: str) -> FunctionSpec | None:
         function = self._picture.functions.get(name)
@@ -189,30 +200,48 @@ class Deploys:
         if (failure := tenancy.deploy_refusal(caller, self._picture, spec, limits.tenant_functions)) is not None:
             raise HttpError(failure)
 
+    def _may_serve(self, caller: Caller, spec: FunctionSpec) -> None:
+        """An earlier version. Raises HttpError."""
+        self._may_deploy(caller, spec)
+        self._vault.has(spec)
+
     # --- earlier versions
 
     def versions(self, caller: Caller, name: str) -> list[dict[str, Any]]:
-        """For people, the newest first."""
-        return [_version(each) for each in reversed(self._versions(caller, name))]
+        """For people, the newest first; of those that are served the one with the name, if another one is newer."""
+        shares = splits.shares(self._picture, base_of(name))
+        rows = [_version(each) for each in reversed(self._versions(caller, name))]
+        return [row | {"traffic": shares.get(row["version"])} for row in rows]
 
     async def roll_back(self, caller: Caller, act: a.Rollback, audited: dict[str, Any]) -> dict[str, Any]:
         """Raises HttpError."""
+        served = self.traffic.whole(act.name).spec
+        if not act.version and act.name in self._picture.splits:
+            return await self._end_split(served, audited)
         earlier = self._versions(caller, act.name)[:-1]
-        found = [each for each in earlier if act.version in (0, each.spec.version)]
+        found = [each for each in earlier if (each.spec.version == act.version if act.version else each.named)]
         if not found:
             kept = ", ".join(str(each.spec.version) for each in earlier) or "none"
             what = f"version {act.version}" if act.version else "earlier version"
             text = f"no {what} of {act.name!r} is kept; there are: {kept} ([limits] versions says how many are kept)"
             raise refuse(404, "unknown_version", text)
         spec = found[-1].spec
-        self._may_deploy(caller, spec)
-        self._vault.has(spec)
+        self._may_serve(caller, spec)
         says = _says(self._versions(caller, act.name)[-1].spec, spec)
-        settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+        version = self.traffic.next_version(act.name)
+        settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec, version=version))
         assert settled.spec is not None
         audited |= options.told_in_audit(settled.spec) | {"copy_of": spec.version}
         answer = {"name": act.name, "version": settled.spec.version, "copy_of": spec.version, **says}
         return answer | noted(settled)
+
+    async def _end_split(self, served: FunctionSpec, audited: dict[str, Any]) -> dict[str, Any]:
+        """The newest step was a version that shares the requests: that is what is taken back. Raises HttpError."""
+        name = served.name
+        *_, ended = splits.shares(self._picture, name)
+        await self.traffic.end(name)
+        audited |= options.told_in_audit(served) | {"ended": ended}
+        return {"name": name, "version": served.version, "as": served.version, "ended": ended, "changes": []}
 
     def _versions(self, caller: Caller, name: str) -> list[Version]:
         """Oldest first, without those of another tenant that has had the name."""

@@ -9,7 +9,7 @@ from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.permits import Permits
 from dormouse.router.decisions import events as e
-from dormouse.router.decisions import queueing
+from dormouse.router.decisions import queueing, splits
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.exchange import HttpError, refuse, refused
@@ -34,13 +34,14 @@ class Invoking:
         """One request, answered in pieces; left when it is closed. Raises HttpError. The body is its own."""
         try:
             await self._permits.may_informed(caller, act)
-            if not tenancy.serves(caller, self._picture, act.name):
+            name = splits.named(self._picture, act.name)
+            if not tenancy.serves(caller, self._picture, name):
                 raise HttpError(queueing.absent(self._picture, act.name))
             trace = traced(None, (), self._requests.trace_share)
             labels = Labels(f"c{self._epoch}-{next(self._numbers)}", trace)  # of a command
-            if (refusal := self._requests.refusal(act.name)) is not None:
+            if (refusal := self._requests.refusal(name)) is not None:
                 error = refused(refusal)
-                self._requests.turned_away(error.failure, act.name, labels)
+                self._requests.turned_away(error.failure, name, labels)
                 raise error
         except BaseException:  # cancelled, too: the caller has left
             body.close()
@@ -50,7 +51,7 @@ class Invoking:
             job, _ = await self._jobs.take(KeptRequest(act.name, "", labels, "", True), body)
             yield a.Said(data=self._jobs.kept.told(job))
             return
-        request, future = self._requests.submit(act.name, body, labels=labels)
+        request, future = self._requests.submit(splits.picked(self._picture, act.name), body, labels=labels)
         try:
             answer = await future
             if isinstance(answer, AnswerStream):

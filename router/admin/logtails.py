@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from dormouse.core.logrecords import unmarked
-from dormouse.core.names import NAME
+from dormouse.core.names import NAME, base_of
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.permits import Permits
@@ -43,12 +43,12 @@ class LogTails:
         Raises HttpError.
         """
         self._permits.may(caller, act)
-        picture = self._picture
-        known = tenancy.sees(caller, picture, act.name)
+        picture, name = self._picture, base_of(act.name)
+        known = tenancy.sees(caller, picture, name)
         left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
-        if not known and not (left and NAME.fullmatch(act.name) and self._logs.path(act.name).exists()):
-            raise HttpError(queueing.absent(picture, act.name))
-        log = self._logs.of(act.name)
+        if not known and not (left and NAME.fullmatch(name) and self._logs.path(name).exists()):
+            raise HttpError(queueing.absent(picture, name))
+        log = self._logs.of(name)
         told: Callable[[bytes], bytes] = bytes if act.marks else unmarked
         if not act.follow:
             yield told(log.tail(act.lines, act.since_s))
@@ -63,7 +63,7 @@ class LogTails:
                         piece = await news.get()
                 if not self._admits(caller):
                     return
-                if not left and not tenancy.sees(caller, picture, act.name):
+                if not left and not tenancy.sees(caller, picture, name):
                     return
                 if piece:
                     yield told(piece)

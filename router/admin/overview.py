@@ -10,8 +10,10 @@ from msgspec.structs import asdict
 from dormouse.core import procfs
 from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.errortext import gist
+from dormouse.core.names import base_of
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
+from dormouse.router.decisions import splits
 from dormouse.router.decisions.lives import longest_load_s, without_instance
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
@@ -100,6 +102,7 @@ def functions(
             {
                 "name": name,
                 "version": spec.version,
+                "traffic": splits.shares(picture, base_of(name)).get(spec.version),
                 "tenant": spec.tenant,
                 "deadline_ms": spec.deadline_ms,
                 "percentile": spec.percentile,

@@ -27,6 +27,7 @@ from typing import BinaryIO, Final
 
 from blake3 import blake3
 
+from dormouse.core.names import base_of
 from dormouse.core.paths import BLOBS, VERSIONS
 from dormouse.core.quantities import size, sizes
 from dormouse.router.admin.tenantfolders import BLOCK_NBYTES, TenantFolders
@@ -80,7 +81,7 @@ class Snapshots:
         self._lock = threading.Lock()  # between finding that something is there, or not used, and acting on it
 
     def tree(self, name: str, snapshot: str) -> Path:
-        return self.directory / name / snapshot
+        return self.directory / base_of(name) / snapshot
 
     def begin(self, name: str, below: str = "", tenant: str = "") -> "Upload":
         """A new snapshot, which is nobody's until it is finished. Its files come ``below`` there. Raises HttpError."""

@@ -5,6 +5,7 @@ back to, and removed once no instance has it either. What a build or a deploy on
 import time
 from collections.abc import Callable, Iterable
 
+from dormouse.core.names import base_of
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
@@ -42,8 +43,14 @@ class KeptVersions:
         self._discard(self._history.deployed(spec, time.time()))
 
     def discarded(self, spec: FunctionSpec) -> None:
-        """It was not deployed after all, or its function is removed: then with all its versions."""
-        gone = [spec] if spec.name in self._picture.functions else [spec, *self._history.removed(spec.name)]
+        """It was not deployed after all, is not served beside another any more, and may be again, or its function is
+        removed: then with all its versions.
+        """
+        gone = [spec]
+        if base_of(spec.name) != spec.name:
+            self._history.left(spec)
+        elif spec.name not in self._picture.functions:
+            gone += self._history.removed(spec.name)
         self._discard(each for each in gone if not self._history.has(each))
 
     def _discard(self, specs: Iterable[FunctionSpec]) -> None:

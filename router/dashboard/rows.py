@@ -25,7 +25,7 @@ GPU: Final = (
 FUNCTION: Final = (
     "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "embedding", "max_instances",
     "queued", "running", "requests", "errors", "outcomes", "p50_ms", "p99_ms", "nbytes", "gpu_nbytes", "host_nbytes",
-    "file_nbytes", "shared_nbytes", "wakes", "evictions", "last_wake",
+    "file_nbytes", "shared_nbytes", "wakes", "evictions", "last_wake", "traffic",
 )  # fmt: skip
 STORE: Final = ("host_nbytes", "host_budget_nbytes", "file_nbytes", "file_budget_nbytes")
 LLM: Final = (

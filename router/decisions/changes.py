@@ -4,17 +4,21 @@ the old. Pure: acts on a RouterState and does no I/O.
 
 from msgspec import structs
 
-from dormouse.router.decisions import bases, failures, lives, queueing
+from dormouse.core.names import base_of
+from dormouse.router.decisions import bases, failures, lives, queueing, splits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import Instance, OpenDeploy, Removal, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 
-def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec, check: str = "") -> None:
+def deploy_asked(p: RouterState, asked: e.DeployAsked) -> None:
+    ask, spec = asked.ask, asked.spec
     if not p.catalogue_known:  # the version, and whose functions are here
         p.settle(ask, failures.starting())
-    elif spec.name in p.changes:
-        p.settle(ask, failures.busy_changing(spec.name))
+    elif (name := splits.changing(p, spec.name)) is not None:
+        p.settle(ask, failures.busy_changing(name))
+    elif (base := base_of(spec.name)) != spec.name and base not in p.functions:
+        p.settle(ask, failures.unknown_function(base))
     elif p.one_tenant and (other := _other_tenant(p, spec)) is not None:
         p.settle(ask, failures.tenant_refused(spec.tenant, other))
     elif (failure := bases.deploy_refusal(p, spec)) is not None:
@@ -23,8 +27,8 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec, check: str = ""
         p.settle(ask, failures.model_exposed(p.models_exposed, spec.llm.isolation))
     else:
         function = p.functions.get(spec.name)
-        version = 1 if function is None else function.spec.version + 1
-        p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version), check=check)
+        version = asked.version or (1 if function is None else function.spec.version + 1)
+        p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version), check=asked.check)
         p.wanted[spec.name] = None
 
 
@@ -65,6 +69,8 @@ def remove_asked(p: RouterState, ask: int, name: str) -> None:
         p.settle(ask, failures.busy_changing(name))
     elif function is None and deploy is None:
         p.settle(ask, queueing.absent(p, name))
+    elif others := splits.besides(p, name):
+        p.settle(ask, failures.busy_changing(others[0]))
     elif (failure := bases.removal_refusal(p, name)) is not None:
         p.settle(ask, failure)
     else:
@@ -96,6 +102,7 @@ def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
         p.wanted[name] = None  # it died while the controller was writing
     else:
         p.wanted.pop(name, None)
+    splits.begun(p, name)
     p.out.append(e.NewVersion(deploy.spec))
     if before is not None:
         function.queue = before.queue
@@ -111,6 +118,7 @@ def _removed(p: RouterState, name: str) -> None:
     p.wanted.pop(name, None)
     for instance in dismissed(p, function):
         lives.drain(p, instance, "was removed with its function")
+    splits.ended(p, name)
     del p.functions[name]
     for number in function.queue:
         queueing.fail(p, number, failures.unknown_function(name))

@@ -38,11 +38,20 @@ class ChunkTaken:
 
 @dataclass(frozen=True, slots=True)
 class DeployAsked:
-    """Load this and serve it if it loads; the policy chooses ``spec.version``."""
+    """Load this and serve it if it loads. ``version`` is what it becomes; 0: one more than what is served."""
 
     ask: int
     spec: m.FunctionSpec
     check: str = ""  # JSON: a request that it answers before it is served
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """So many per cent of a function's requests go to this version, which is served beside: that is durable."""
+
+    name: str
+    share: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,7 @@ Event = (
     | ChunkTaken
     | DeployAsked
     | RemoveAsked
+    | Shared
     | RestartAsked
     | Blamed
     | FromController
@@ -169,6 +179,7 @@ class Timing:
     source: m.WokenFrom = ""
     copy_s: float | None = None
     began: bool = False  # it was handed to an instance
+    version: int = 0  # of the function that this instance has
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@
 It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
 one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
 (requests), changes.py (deploys), lives.py (instances), quarantine.py (functions that end executors), replicas.py
-(several of one function) and queueing.py (queues and tickets), all on one RouterState (state.py).
+(several of one function), splits.py (two versions of one) and queueing.py (queues and tickets), all on one
+RouterState (state.py).
 """
 
 import heapq
 from typing import assert_never
 
-from dormouse.router.decisions import changes, failures, lives, quarantine, queueing, replicas, serving
+from dormouse.router.decisions import changes, failures, lives, quarantine, queueing, replicas, serving, splits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import Holder, Instance, InstanceState, RouterState, ServedFunction
@@ -42,8 +43,10 @@ class RequestPolicy:
                 self._from_controller(message)
             case e.ChunkTaken(request=request, nbytes=nbytes):
                 serving.taken(p, request, nbytes)
-            case e.DeployAsked(ask=ask, spec=spec, check=check):
-                changes.deploy_asked(p, ask, spec, check)
+            case e.DeployAsked():
+                changes.deploy_asked(p, event)
+            case e.Shared(name=name, share=share):
+                splits.shared(p, name, share)
             case e.RemoveAsked(ask=ask, name=name):
                 changes.remove_asked(p, ask, name)
             case e.RestartAsked(ask=ask, name=name):
@@ -95,10 +98,11 @@ class RequestPolicy:
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         p = self.picture
         match message:
-            case m.Catalogue(functions=specs, held=held):
+            case m.Catalogue(functions=specs, held=held, traffic=traffic):
                 p.catalogue_known = True
                 p.functions = {spec.name: ServedFunction(changes.within_limits(p, spec)) for spec in specs}
                 p.wanted = dict.fromkeys(p.functions)
+                splits.restore(p, traffic)
                 for name, why in held.items():
                     quarantine.hold(p, p.functions[name], why)
             case m.Kept(name=name, warning=warning):

@@ -165,6 +165,7 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
         instance.open[number] = None
         request.ticket, request.phase = number, Phase.RUNNING
         request.acquired_s = request.granted_s = request.moved_s = p.now_s
+        request.version = instance.spec.version
         p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
         batch_changed(p, instance, came=request)
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))

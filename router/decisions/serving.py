@@ -112,7 +112,7 @@ def granted(
         return
     request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
-    request.source = source
+    request.source, request.version = source, p.instances[ticket.instance].spec.version
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
     p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))

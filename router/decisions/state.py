@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import count
 from typing import Final
 
+from dormouse.core.names import base_of
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.events import Timing
@@ -65,6 +66,7 @@ class Request:
     first: m.AnswerBegun | None = None  # RUNNING, and a language model has made its first token
     untaken_nbytes: int = 0  # of that, what the instance was not told to be taken
     moved_s: float = 0.0  # when a part of it last came, or was taken
+    version: int = 0  # of its function that it was last handed to
 
     @property
     def begun(self) -> bool:
@@ -85,6 +87,7 @@ class Request:
             source=self.source,
             copy_s=self.copy_s,
             began=True,
+            version=self.version,
         )
 
 
@@ -186,6 +189,15 @@ class ServedFunction:
 
 
 @dataclass(slots=True)
+class Split:
+    """A version that is served beside the one that has the function's name: it is a function of its own, ``name``."""
+
+    name: str
+    share: int = 0  # of the requests to the function, in per cent
+    due: int = 0  # hundredths of a request that it has not had yet
+
+
+@dataclass(slots=True)
 class OpenDeploy:
     """The deploy of a version that is under way."""
 
@@ -220,6 +232,7 @@ class RouterState:
     longest_s: float = 3600.0  # for a request, whatever its function's time limit is
     longest_load_s: float = 3600.0
     functions: dict[str, ServedFunction] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)  # by function
     instances: dict[str, Instance] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
@@ -319,6 +332,7 @@ class RouterState:
                 assert name in self.wanted or function.quarantine, function
                 assert not function.extras, function
             assert len(set(function.instances)) == len(function.instances), function
+            assert base_of(name) in self.functions, f"{name} is beside nothing"
             for instance in [self.instances[each] for each in function.instances]:
                 assert instance.spec == function.spec, function
                 assert instance.state is not InstanceState.DEAD, function
@@ -328,6 +342,9 @@ class RouterState:
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
+        for name, split in self.splits.items():
+            assert split.name in self.functions, split
+            assert base_of(split.name) == name, split
         assert sum(len(function.extras) for function in self.functions.values()) <= self.extra_instances
         loading = Counter((each.spec.tenant, each.replaces) for each in self.instances.values() if each.state.loads)
         assert all(count <= self.part(self.loads) for count in loading.values()), loading

@@ -29,9 +29,9 @@ async def whole(x: Exchange, outcome: Outcome, data: bytes, infers: bool) -> Non
         case e.Answer(timing=timing, kind=kind, head=head):
             status, own = own_head(head)
             headers, plain = openinference.headers(kind) if infers else (foreign(kind), kind.encode() or JSON)
-            await x.answer(status, data, [server_timing(timing), *own, *headers], plain)
+            await x.answer(status, data, [*told(timing), *own, *headers], plain)
         case e.Fail(failure=failure, timing=timing):
-            await x.fail(failure, [server_timing(timing)])
+            await x.fail(failure, [*told(timing)])
         case e.Drop():
             pass
 
@@ -43,7 +43,7 @@ async def streamed(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
     if not x.begun:
         status, own = own_head(stream.head)
         defaults = [each for each in STREAM_HEADERS if each[0] not in dict(own)]
-        x.begin(status, stream.kind.encode(), [*defaults, *own, server_timing(stream.timing)])
+        x.begin(status, stream.kind.encode(), [*defaults, *own, *told(stream.timing)])
     stream.direct = x.chunk_now
     async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
         async for part in parts:
@@ -74,6 +74,12 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
             x.end()
         case _:
             x.cut()
+
+
+def told(timing: e.Timing) -> list[tuple[bytes, bytes]]:
+    """Of an answer: what its time was spent on, and which version of its function has made it, if one has."""
+    version = [(b"x-dormouse-version", b"%d" % timing.version)] if timing.version else []
+    return [server_timing(timing), *version]
 
 
 def server_timing(timing: e.Timing) -> tuple[bytes, bytes]:

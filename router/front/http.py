@@ -16,7 +16,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered, HttpGate, Turned
-from dormouse.router.decisions import failures, queueing
+from dormouse.router.decisions import failures, queueing, splits
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import most_open
 from dormouse.router.front import answers, openai, openapi, openinference, tracing
@@ -204,30 +204,34 @@ class Application:
             said = openinference.told(picture, entered.caller, stats, x.scope["path"])
         await x.answer_json(200, said)
 
-    async def _invoke(self, x: Exchange, name: str | None, caller: Caller, route: str = "") -> None:
-        """``name`` None: the body says it."""
+    async def _invoke(self, x: Exchange, asked: str | None, caller: Caller, route: str = "") -> None:
+        """``asked``: the function, or one version of it; None: the body says it."""
         requests, picture = self._node.requests, self._node.policy.picture
         await requests.knows_catalogue()
-        if name is not None and not tenancy.serves(caller, picture, name):
-            raise HttpError(queueing.absent(picture, name), close=True)
-        x.function = name
+        infers = x.scope["path"].startswith("/v2/")
+        if asked is not None:
+            asked = openinference.addressed(picture, x.scope["path"]) if infers else asked
+            x.function = splits.named(picture, asked)
+            if not tenancy.serves(caller, picture, x.function):
+                x.function = None
+                raise HttpError(queueing.absent(picture, asked), close=True)
         if (refusal := requests.drain.refusal()) is not None:  # before its body is read
             raise refused(refusal, close=True)
-        infers = x.scope["path"].startswith("/v2/")
         wish = None if infers else self._jobs.wish(x)
-        kind, accept = ("", "") if name is None or infers else _types(x)
-        if infers and name is not None:
-            openinference.check(x, picture.functions[name].spec)
+        kind, accept = ("", "") if asked is None or infers else _types(x)
+        if infers and x.function is not None:
+            openinference.check(x, picture.functions[x.function].spec)
         body = await x.receive_body(requests.body_nbytes, requests.bodies, caller.tenant or caller.name)
         body.kind, body.accept = kind, accept
         streams = False
         try:
-            if name is None:
-                asked = openai.addressed(body.data)
-                name, streams = asked.model, bool(asked.stream) and route in openai.STREAMED
+            if asked is None:
+                said = openai.addressed(body.data)
+                asked, streams = said.model, bool(said.stream) and route in openai.STREAMED
+            name = splits.named(picture, asked) if wish is not None else splits.picked(picture, asked)
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
-                raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
+                raise HttpError(openai.unknown(asked) if route and known else queueing.absent(picture, asked))
             x.function = name
             if infers:
                 body.kind = openinference.kind_of(x, picture.functions[name].spec, requests.body_nbytes)
@@ -243,7 +247,7 @@ class Application:
             raise HttpError(failures.stopping(), close=True)
         labels = self._labels(x)
         if wish is not None:
-            await self._jobs.take(x, wish, name, body, route, labels)
+            await self._jobs.take(x, wish, asked, body, route, labels)
             return
         x.function = None
         request, future = requests.submit(name, body, route, labels)

@@ -10,6 +10,7 @@ import msgspec
 from dormouse.core import notjson
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
+from dormouse.router.decisions import splits
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.messages import Failure
@@ -59,6 +60,7 @@ def unknown(name: str) -> Failure:
 def models(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
     """All that the caller may use, or one. Raises HttpError."""
     if name:
+        name = splits.named(p, name)
         if not tenancy.serves(caller, p, name) or not _is_model(p.functions[name]):
             raise HttpError(unknown(name))
         return _model(p.functions[name])

@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import orjson
 
+from dormouse.core.names import base_of
 from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions import failures, queueing
+from dormouse.router.decisions import failures, queueing, splits
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.llm import DefaultSampling
@@ -38,6 +39,7 @@ def page_policy(page: bytes) -> bytes:
 
 def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
     """Of one function's requests, its answers, or neither. Raises HttpError."""
+    name = splits.named(p, name)
     if not tenancy.serves(caller, p, name):
         raise HttpError(queueing.absent(p, name))
     function = p.functions[name]
@@ -119,9 +121,9 @@ class Documents:
         return True
 
     def document(self, p: RouterState, caller: Caller) -> bytes:
-        """Of all that the caller may invoke."""
+        """Of all that the caller may invoke; of a function's versions, the one that has its name."""
         self._made = {name: each for name, each in self._made.items() if name in p.functions}
-        shown = [name for name in sorted(p.functions) if tenancy.serves(caller, p, name)]
+        shown = [name for name in sorted(p.functions) if base_of(name) == name and tenancy.serves(caller, p, name)]
         for name in shown:
             self.describe(p, name)
         made = [self._made[name] for name in shown]

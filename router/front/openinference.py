@@ -11,11 +11,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dormouse.core.names import base_of
 from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.access.doorkeeper import Pairs
-from dormouse.router.decisions import failures, queueing
+from dormouse.router.decisions import failures, queueing, splits
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front import openapi
 from dormouse.router.front.exchange import JSON, Exchange, HttpError, refuse, too_large
@@ -80,7 +81,7 @@ def kind_of(x: Exchange, spec: m.FunctionSpec, most_nbytes: int) -> str:
     accept = (x.header(b"accept-encoding") or b"").decode("latin-1").strip().lower()
     return str(
         InferenceKind(
-            model=spec.name,
+            model=base_of(spec.name),
             version=spec.version,
             header=ALL if length is None else int(length),
             most=most_nbytes,
@@ -100,11 +101,19 @@ def headers(kind: str) -> tuple[Pairs, bytes]:
     return (*encoding, (b"inference-header-content-length", b"%d" % said.header)), b"application/octet-stream"
 
 
+def addressed(p: RouterState, path: str) -> str:
+    """The function that this path names, or the version of it, if that is served."""
+    found = _MODEL.fullmatch(path)
+    assert found is not None, "the gate has found the route"
+    version = f"{found[1]}@{found[2]}"
+    return version if found[2] is not None and splits.named(p, version) in p.functions else found[1]
+
+
 def _version(path: str, spec: m.FunctionSpec) -> None:
     found = _MODEL.fullmatch(path)
     wanted = None if found is None else found[2]
     if wanted not in (None, str(spec.version)):
-        text = f"version {wanted!r} of {spec.name!r} is not served, but {spec.version}; leave the version out"
+        text = f"version {wanted!r} of {base_of(spec.name)!r} is not served, but {spec.version}; leave the version out"
         raise refuse(404, "unknown_version", text, close=True)
 
 
@@ -114,12 +123,12 @@ def _version(path: str, spec: m.FunctionSpec) -> None:
 def told(p: RouterState, caller: Caller, stats: dict[str, FunctionStats], path: str) -> dict[str, Any]:
     """Answers what is asked of models at this path. Raises HttpError."""
     if path == "/v2/models":
-        return {"models": _names(p, caller)}
+        return {"models": [name for name in _names(p, caller) if base_of(name) == name]}
     if path == "/v2/models/stats":
         return {"model_stats": [_stats(p.functions[name].spec, stats.get(name)) for name in _names(p, caller)]}
     found = _MODEL.fullmatch(path)
     assert found is not None, "the gate has found the route"
-    name, what = found[1], found[3]
+    name, what = splits.named(p, addressed(p, path)), found[3]
     if not tenancy.serves(caller, p, name):
         raise HttpError(queueing.absent(p, name))
     function = p.functions[name]
@@ -130,11 +139,12 @@ def told(p: RouterState, caller: Caller, stats: dict[str, FunctionStats], path: 
     if (failure := _not_ready(p, function)) is not None:
         raise HttpError(failure)
     if what == "ready":
-        return {"name": name, "ready": True}
+        return {"name": base_of(name), "ready": True}
     tensors = openapi.said_of(function).get("tensors", {"inputs": [], "outputs": []})
     if what == "config":
         return _config(spec, tensors)
-    return {"name": name, "versions": [str(spec.version)], "platform": PLATFORM, **tensors}
+    served = [str(version) for version in splits.shares(p, base_of(name))]
+    return {"name": base_of(name), "versions": served, "platform": PLATFORM, **tensors}
 
 
 def _names(p: RouterState, caller: Caller) -> list[str]:
@@ -167,7 +177,8 @@ def index(p: RouterState, caller: Caller, question: bytes) -> list[dict[str, str
             state = "LOADING" if failure.code == "starting" else "UNAVAILABLE"
             reason = failure.text
         if state == "READY" or not asked.ready:
-            rows.append({"name": name, "version": str(function.spec.version), "state": state, "reason": reason})
+            version = str(function.spec.version)
+            rows.append({"name": base_of(name), "version": version, "state": state, "reason": reason})
     return rows
 
 
@@ -210,7 +221,7 @@ def _config(spec: m.FunctionSpec, tensors: dict[str, list[dict[str, Any]]]) -> d
         for side in ("inputs", "outputs")
     )
     return {
-        "name": spec.name,
+        "name": base_of(spec.name),
         "platform": PLATFORM,
         "backend": "dormouse",
         "max_batch_size": 0,  # a request's tensors have all of their dimensions
@@ -236,7 +247,7 @@ def _stats(spec: m.FunctionSpec, stats: FunctionStats | None) -> dict[str, Any]:
     nothing = {"count": 0, "ns": 0}
     ago_s = time.monotonic() - stats.asked_s
     return {
-        "name": spec.name,
+        "name": base_of(spec.name),
         "version": str(spec.version),
         "last_inference": round((time.time() - ago_s) * 1000) if good else 0,
         "inference_count": good,

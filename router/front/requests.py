@@ -154,6 +154,10 @@ class Requests:
         stats.asked_s = time.monotonic()
         return stats
 
+    def forget(self, function: str) -> None:
+        """It is not served any more."""
+        self.stats.pop(function, None)
+
     def leave(self, request: int) -> None:
         """The client has left; nothing if it was answered, or has been told that its stream ends."""
         stream = self._open[request].stream if request in self._open else None

@@ -14,6 +14,7 @@ from typing import Final
 
 from dormouse.core.logrecords import BEGINS_MARK, begun, last_mark, mark
 from dormouse.core.masking import NO_MASK, SecretMask
+from dormouse.core.names import base_of
 
 READ_NBYTES: Final = 64 << 10
 MASKED_NBYTES: Final = 4 << 10
@@ -183,7 +184,7 @@ def _beside(path: Path) -> Path:
 
 
 class FunctionLogs:
-    """All of them, each opened when it is first wanted; ``path(name)`` says where."""
+    """All of them, each opened when it is first wanted; ``path(name)`` says where. Versions of a function have one."""
 
     def __init__(self, path: Callable[[str], Path], limit_nbytes: int) -> None:
         self.path = path
@@ -192,11 +193,13 @@ class FunctionLogs:
 
     def of(self, name: str) -> FunctionLog:
         """Raises OSError."""
+        name = base_of(name)
         if name not in self._logs:
             self._logs[name] = FunctionLog(self.path(name), self._limit_nbytes)
         return self._logs[name]
 
     def remove(self, name: str) -> None:
+        """Of a function, not of one of its versions."""
         if name in self._logs or self.path(name).exists():  # it may be of before the router's start
             self.of(name).remove()
             del self._logs[name]

@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import NamedTuple
 
-from dormouse.router.decisions import failures
+from dormouse.router.decisions import failures, splits
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Labels
@@ -63,7 +63,8 @@ class Jobs:
         data = bytes(body.data)
         digest = await self.kept.file.do(_digest, data, body.kind) if asked.key else b""
         scope = f"{asked.function}\n{asked.route}\n{asked.key}" if asked.key else ""
-        function = self._node.picture.functions.get(asked.function)
+        picture = self._node.picture
+        function = picture.functions.get(splits.named(picture, asked.function))
         if function is None:  # it was removed meanwhile
             raise HttpError(failures.unknown_function(asked.function))
         tenant = function.spec.tenant

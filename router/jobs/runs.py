@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 from dormouse.core.config import parse_nbytes
 from dormouse.core.due_timer import DueTimer
 from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
-from dormouse.router.decisions.state import InstanceState, Phase, most_open
-from dormouse.router.front.answers import server_timing
+from dormouse.router.decisions import failures, splits
+from dormouse.router.decisions.state import InstanceState, Phase, ServedFunction, most_open
+from dormouse.router.front.answers import told
 from dormouse.router.front.bodies import Body, NoRoom
 from dormouse.router.front.exchange import JSON, foreign, own_head
 from dormouse.router.front.requests import Labels, not_run
@@ -83,7 +83,7 @@ class JobRuns:
         """How many of its jobs may wait in its queue or run: one more than run, so that its instances have always one
         to do.
         """
-        known = self._node.picture.functions.get(function)
+        known = self._function(function)
         if known is None:
             return 1  # it was removed: its jobs fail
         if self._answers[known.spec.tenant] >= self._book.limits.begun_nbytes // self._book.limits.parts:
@@ -94,6 +94,11 @@ class JobRuns:
         instances = (picture.instances[name] for name in known.instances)
         serving = sum(each.state in (InstanceState.IDLE, InstanceState.BUSY) for each in instances)
         return 1 + max(serving, min(AT_ONCE, serving * most_open(known.spec)))
+
+    def _function(self, name: str) -> ServedFunction | None:
+        """What is served under a job's name."""
+        picture = self._node.picture
+        return picture.functions.get(splits.named(picture, name))
 
     def stop(self) -> None:
         """Before requests are told that the router ends."""
@@ -116,7 +121,7 @@ class JobRuns:
 
     async def _run(self, job: Job) -> None:
         """From its file through its function and back."""
-        function = self._node.picture.functions.get(job.function)
+        function = self._function(job.function)
         outcome: Result | NotRun
         if function is None or function.spec.tenant != job.tenant:
             outcome = answers.failed(failures.unknown_function(job.function), "")
@@ -171,7 +176,8 @@ class JobRuns:
             body.close()
             return answers.failed(answers.cancelled(), given.label)
         labels = Labels(given.label, Trace.read(given.trace), again=job.patient)
-        number, future = requests.submit(job.function, body, job.route, labels)
+        function = splits.picked(self._node.picture, job.function)
+        number, future = requests.submit(function, body, job.route, labels)
         job.request = number
         answer = await future
         kind, timing, head = "", e.Timing(), None
@@ -190,12 +196,11 @@ class JobRuns:
             self._has(job, len(data))
         match outcome:
             case e.Answer():
-                said = [server_timing(timing if kind else outcome.timing)]
                 status, own = own_head(outcome.head or head)
-                said += [*own, *foreign(outcome.kind)]
+                said = [*told(timing if kind else outcome.timing), *own, *foreign(outcome.kind)]
                 return Result(status, "", kind or outcome.kind or JSON.decode(), tuple(said), data)
             case e.Fail(failure=failure, timing=timing):
-                failed = answers.failed(failure, given.label, server_timing(timing))
+                failed = answers.failed(failure, given.label, *told(timing))
                 return NotRun(failed) if not_run(outcome) else failed
             case _:
                 return answers.failed(answers.cancelled(), given.label)

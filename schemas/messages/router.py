@@ -17,10 +17,13 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 class Catalogue(Message, frozen=True, kw_only=True, tag=1):
-    """All functions; sent once per router start. ``held``: why some of them are not to be started, by name."""
+    """All functions; sent once per router start. ``held``: why some of them are not to be started, by name.
+    ``traffic``: the share of each that is a version beside another, in per cent.
+    """
 
     functions: list[FunctionSpec]
     held: dict[str, str] = {}
+    traffic: dict[str, int] = {}
 
 
 class Kept(Message, frozen=True, kw_only=True, tag=2):

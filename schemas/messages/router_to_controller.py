@@ -87,6 +87,14 @@ class AskMove(Message, frozen=True, kw_only=True, tag=19):
     to: str
 
 
+class AskTraffic(Message, frozen=True, kw_only=True, tag=20):
+    """So many per cent of a function's requests go to this version of it, which is served beside; Status answers."""
+
+    query: int
+    name: str
+    share: int
+
+
 class Missed(Message, frozen=True, kw_only=True, tag=8):
     """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
     knows of none.
@@ -169,6 +177,7 @@ RouterToController = (
     | AskPolicy
     | AskPin
     | AskMove
+    | AskTraffic
     | Missed
     | Quarantined
     | Lifted

@@ -1,5 +1,6 @@
 """Earlier versions of a function on a real node: they are kept, deployed again, and go with their function."""
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -265,6 +266,147 @@ def test_the_same_over_http(node: TestNode) -> None:
     assert [(row["function"], row["outcome"]) for row in rows] == [("http", "ok")]
     assert asked("GET", "requests?kind=odd").code == "bad_request"
     assert asked("GET", "functions/http/logs?since=never").code == "bad_request"
+
+
+class Split:
+    """A function whose version 1 is served, and what is asked of it with a key for this name alone."""
+
+    def __init__(self, node: TestNode, name: str) -> None:
+        self.node, self.name = node, name
+        self.own = node.folder(name)
+        wish = Wish(scopes=("deploy", "invoke"), functions=(name,), tenant="default")
+        self.auth = {"Authorization": f"Bearer {node.admin.create_key(wish)['key']}"}
+        self.deploy(1)
+
+    def deploy(self, which: int, **more: Any) -> Any:
+        (self.own / "f.py").write_text(FUNCTION.replace("WHICH", str(which)))
+        (self.own / "part").write_text(f"part {which}")
+        return self.node.admin.deploy(self.name, FunctionFolder(self.own, "f.py", False), {"deadline": "60s"}, **more)
+
+    def traffic(self, **shares: int) -> dict[str, int]:
+        """``v4=10``: version 4 gets 10 %."""
+        answer = self.node.admin.traffic(self.name, {int(each[1:]): share for each, share in shares.items()})
+        return dict(answer["traffic"])
+
+    def asked(self, method: str, path: str, body: Any = None) -> HttpAnswer:
+        return self.node.http(method, path, body, headers=self.auth)
+
+    def answers(self, version: str = "", path: str = "/functions/{}/invoke") -> tuple[int, int]:
+        """What a request is answered, and by which version."""
+        answer = self.asked("POST", path.format(self.name + version), 1)
+        assert answer.status == 200, answer
+        return answer.body[1], int(answer.headers["x-dormouse-version"])
+
+    def counts(self, requests: int) -> dict[tuple[int, int], int]:
+        return dict(Counter(self.answers() for _ in range(requests)))
+
+    @property
+    def history(self) -> dict[int, int | None]:
+        return {row["version"]: row["traffic"] for row in self.node.admin.versions(self.name)}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        functions = self.node.status()["functions"]
+        return {name: row["traffic"] for name, row in functions.items() if name.partition("@")[0] == self.name}
+
+
+def test_two_versions_share_the_requests_exactly(node: TestNode) -> None:
+    f = Split(node, "split")
+    answer = f.deploy(2, traffic=10, check="1")
+    assert (answer["version"], answer["traffic"]) == (2, {"1": 90, "2": 10})
+    assert f.counts(100) == {(1, 1): 90, (2, 2): 10}
+    assert (f.rows, f.history) == ({"split": 90, "split@2": 10}, {1: 90, 2: 10})
+    stats = node.status()["functions"]
+    assert (stats["split"]["requests"], stats["split@2"]["requests"]) == (90, 10)
+    assert [f.answers("@1"), f.answers("@2")] == [(1, 1), (2, 2)], "whoever names a version gets it"
+    node.kill_all()
+    node.start()
+    assert f.counts(20) == {(1, 1): 18, (2, 2): 2}
+    assert f.traffic(v2=50, v1=50) == {"1": 50, "2": 50}
+    assert f.counts(20) == {(1, 1): 10, (2, 2): 10}
+    assert f.traffic(v2=0) == {"1": 100, "2": 0}
+    assert f.counts(5) == {(1, 1): 5}
+    assert f.answers("@2") == (2, 2)
+    jobs = [orjson.loads(node.admin.result(job)[1])[1] for job in _ended(node, f.name, "@1", "@2")]
+    assert jobs == [1, 1, 2], "jobs, too"
+    assert f.traffic(v2=100) == {"2": 100}
+    assert (f.counts(5), f.rows, f.history) == ({(2, 2): 5}, {"split": 100}, {2: 100, 1: None})
+    assert f.asked("POST", "/functions/split@1/invoke", 1).code == "unknown_function"
+    assert f.traffic(v1=50) == {"2": 50, "1": 50}, "and back again"
+    assert f.traffic(v1=100, v2=0) == {"1": 100, "2": 0}
+    assert f.deploy(3)["version"] == 3, "what a new deploy replaces has the name; no number is there twice"
+    assert f.traffic(v2=30) == {"3": 70, "2": 30}
+    assert f.counts(10) == {(3, 3): 7, (2, 2): 3}
+    back = node.admin.roll_back("split", 0)
+    assert back == {"name": "split", "version": 3, "as": 3, "ended": 2, "changes": []}
+    assert (f.counts(3), f.rows) == ({(3, 3): 3}, {"split": 100})
+    assert node.admin.roll_back("split", 0)["as"] == 1, "the one that had the name before 3"
+    lines = [row for row in audit.read(node.state / "logs" / "audit.log", 0.0) if row["name"] == "split"]
+    assert [row["shares"] for row in lines if row["act"] == "traffic"][:2] == [{"1": 50, "2": 50}, {"2": 0}]
+    assert [row["traffic"] for row in lines if row["act"] == "deploy" and "traffic" in row] == [10]
+
+
+def _ended(node: TestNode, name: str, *versions: str) -> list[str]:
+    """Jobs of a function and of versions of it, once they have ended."""
+    jobs = [node.admin.detach(name + version, b"1")["id"] for version in ("", *versions)]
+    for job in jobs:
+        assert node.admin.job(job, 60)["state"] == "succeeded"
+    return jobs
+
+
+def test_a_version_beside_that_does_not_load_changes_nothing(node: TestNode) -> None:
+    f = Split(node, "beside")
+    f.deploy(2, traffic=50)
+    for refused, code in (
+        (lambda: f.deploy(3, traffic=10, check='{"x": 1'), "bad_request"),
+        (lambda: node.admin.deploy("beside", _broken(node), {}, traffic=10), "load_failed"),
+        (lambda: f.traffic(v7=10), "unknown_version"),
+        (lambda: f.traffic(v2=10, v1=10), "bad_request"),
+        (lambda: node.admin.deploy("nobody", _broken(node), {}, traffic=10), "bad_request"),
+        (lambda: node.admin.traffic("beside@2", {1: 1}), "bad_request"),
+        (lambda: node.admin.roll_back("beside@2", 0), "bad_request"),
+    ):
+        with pytest.raises(CallRefused) as caught:
+            refused()
+        assert caught.value.code == code
+        assert f.rows == {"beside": 50, "beside@2": 50}
+    assert f.deploy(3, traffic=20)["traffic"] == {"1": 80, "3": 20}, "another one takes the place of the one beside"
+    assert (f.rows, f.history) == ({"beside": 80, "beside@3": 20}, {1: 80, 3: 20, 2: None})
+    assert "of version 3 starts" in node.log_of("beside@3"), "its function's log"
+    assert node.remove("beside@3").status == 200
+    assert (f.rows, f.history) == ({"beside": 100}, {1: 100, 3: None, 2: None})
+    f.traffic(v3=10)
+    assert node.remove("beside").status == 200
+    assert f.rows == {}
+    node.wait(lambda: not (node.state / "functions" / "beside").exists(), 60, "its files to go")
+
+
+def _broken(node: TestNode) -> FunctionFolder:
+    own = node.folder("does-not-load")
+    (own / "f.py").write_text("def load():\n    return 1 / 0\ndef handle(state, request):\n    return 1\n")
+    return FunctionFolder(own, "f.py", False)
+
+
+def test_versions_over_http(node: TestNode) -> None:
+    """With a key for this function, which its versions are."""
+    f = Split(node, "weighed")
+    f.deploy(2)
+    traffic = f.asked("PUT", "/admin/functions/weighed/traffic?1=25")
+    assert traffic.body == {"name": "weighed", "version": 2, "traffic": {"2": 75, "1": 25}}
+    assert f.counts(8) == {(2, 2): 6, (1, 1): 2}
+    for query in ("1=2&1=3", "1=x", "x=1", "1=101", ""):
+        assert f.asked("PUT", f"/admin/functions/weighed/traffic?{query}").code == "bad_request"
+    assert f.asked("GET", "/v2/models/weighed").body["versions"] == ["2", "1"]
+    tensors = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT64", "data": [1]}]}
+    for version in ("1", "2"):
+        inferred = f.asked("POST", f"/v2/models/weighed/versions/{version}/infer", tensors)
+        assert inferred.headers["x-dormouse-version"] == version, inferred
+    unserved = f.asked("POST", "/v2/models/weighed/versions/9/infer", tensors)
+    assert unserved.body["error"].startswith("unknown_version: version '9' of 'weighed' is not served"), unserved
+    assert f.asked("GET", "/functions/weighed@1/schema").body["version"] == 1
+    assert [path for path in f.asked("GET", "/openapi.json").body["paths"] if "weighed" in path] == [
+        "/functions/weighed/invoke"
+    ]
 
 
 def test_another_tenants_version_takes_over_no_past() -> None:

@@ -56,6 +56,19 @@ def test_what_batches_take_is_kept_of_functions_that_are_there(tmp_path: Path) -
     again.close()
 
 
+def test_shares_are_kept_of_versions_that_are_there(tmp_path: Path) -> None:
+    first = CatalogueFile(tmp_path / "c")
+    for name in ("a", "a@2", "b@2"):
+        first.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+    for name, share in (("a@2", 10), ("b@2", 20), ("c@2", 30), ("a@2", 15)):
+        first.share(name, share)
+    first.remove("b@2")
+    first.close()
+    again = CatalogueFile(tmp_path / "c")
+    assert again.traffic() == {"a@2": 15}
+    again.close()
+
+
 def test_an_older_file_learns_what_steps_take(tmp_path: Path) -> None:
     CatalogueFile(tmp_path / "c").close()
     db = sqlite3.connect(tmp_path / "c")

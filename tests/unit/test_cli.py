@@ -241,10 +241,15 @@ class Node:
             case a.Logs(marks=marks):
                 yield a.Said(data=mark(1000, "3-16", "mine-1") + b"one\n" if marks else b"one\n")
                 yield a.Said(data=b"two\n")
-            case a.Versions():
-                yield a.Said(data=json.dumps({"versions": VERSIONS}).encode())
+            case a.Versions(name=name):
+                shares: dict[int, int] = {7: 90, 5: 10} if name == "shared" else {}
+                rows = [row | {"traffic": shares.get(row["version"])} for row in VERSIONS] if shares else VERSIONS
+                yield a.Said(data=json.dumps({"versions": rows}).encode())
             case a.Rollback():
                 yield a.Said(data=json.dumps({"name": "f", "version": 8, "copy_of": 5}).encode())
+            case a.Traffic(shares=shares):
+                said = {"name": "f", "version": 7, "traffic": {"7": 100 - shares.get(5, 0), "5": shares.get(5, 0)}}
+                yield a.Said(data=json.dumps(said).encode())
             case a.RecentRequests():
                 yield a.Said(data=json.dumps({"requests": [PAST]}).encode())
             case a.Status():
@@ -914,6 +919,17 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     assert dormouse("rollback", "f", "0").status == 2
 
 
+def test_traffic_is_shown_and_set(dormouse: Any, node: Node) -> None:
+    assert dormouse("traffic", "shared").out == "shared version 7 gets 90 %\nshared version 5 gets 10 %\n"
+    assert json.loads(dormouse("traffic", "shared", "--json").out)["traffic"] == {"7": 90, "5": 10}
+    rows = [line.split("\t") for line in dormouse("history", "shared").out.splitlines()]
+    assert [row[2] for row in rows[1:]] == ["served (90 %)", "beside (10 %)"]
+    assert dormouse("traffic", "f", "5=20", "7=80%").out == "f version 7 gets 80 %\nf version 5 gets 20 %\n"
+    assert node.asked[-1] == a.Traffic(name="f", shares={5: 20, 7: 80})
+    for wrong in ("5", "5=x", "0=1", "5=1 5=2", "f=3"):
+        assert dormouse("traffic", "f", *wrong.split()).status == 2
+
+
 def told(job: dict[str, Any]) -> dict[str, str]:
     """Its times, as every command tells times."""
     return {name: utc(job[name]) for name in ("created", "ended") if name in job}
@@ -1114,7 +1130,7 @@ def test_dev_has_the_options_of_deploy() -> None:
         {option.name: option.default for option in command.params if isinstance(option, click.Option)}
         for command in (cli_deploy.deploy, cli_dev.dev)
     )
-    of_models = {"llm", "lora", "base", "reset", "note", "check", *cli_deploy.OF_MODELS}
+    of_models = {"llm", "lora", "base", "reset", "note", "check", "traffic", *cli_deploy.OF_MODELS}
     assert dev == {name: default for name, default in deploy.items() if name not in of_models | {"json_"}} | {
         "name": dev["name"]
     }
@@ -1307,6 +1323,7 @@ ARGUMENTS: Final = {
     "simulate": ("NOWHERE",),
     "status": (),
     "top": (),
+    "traffic": ("f", "4=10"),
     "unpin": ("f",),
     "up": ("--config", "NOWHERE"),
 }

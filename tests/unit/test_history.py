@@ -96,3 +96,33 @@ def test_a_file_that_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
     lost, log = _history(tmp_path / "nowhere")
     assert lost.deployed(spec(), 1.0) == []
     assert log.said == ["versions_not_kept"]
+
+
+def test_a_version_beside_is_kept_while_it_is_served(tmp_path: Path) -> None:
+    """Whatever is deployed meanwhile, and over a restart; then it is one of the earlier ones."""
+    history, _ = _history(tmp_path, most=1)
+    _deploy(history, tmp_path, 1)
+    (tmp_path / "f" / "s2").mkdir()
+    beside = _spec(2, name="f@2")
+    assert history.deployed(beside, 0.0) == []
+    assert ([each.named for each in history.of("f@2")], _of(history)) == ([False, True], [2, 1])
+    assert _deploy(history, tmp_path, 3, 4) == ["s1"]
+    assert _of(history) == [2, 3, 4]
+    again, _ = _history(tmp_path, most=1)
+    again.restore([beside, _spec(4)])
+    assert ([each.named for each in again.of("f")], _of(again)) == ([True, False, True], [3, 2, 4])
+    assert all(each.spec.name == "f" for each in again.of("f"))
+    again.left(beside)
+    assert _deploy(again, tmp_path, 5) == ["s3", "s2"]
+    assert again.removed("f") == [_spec(4), _spec(5)]
+
+
+def test_a_version_beside_that_takes_the_name_has_it(tmp_path: Path) -> None:
+    history, _ = _history(tmp_path)
+    _deploy(history, tmp_path, 1)
+    history.deployed(_spec(2, name="f@2"), 0.0)
+    history.deployed(_spec(2), 0.0)
+    history.left(_spec(2, name="f@2"))
+    assert [(each.spec.version, each.named) for each in history.of("f")] == [(1, True), (2, True)]
+    history.deployed(_spec(1, name="f@1"), 0.0)
+    assert [(each.spec.version, each.named) for each in history.of("f")] == [(1, True), (2, True)]

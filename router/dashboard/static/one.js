@@ -234,7 +234,7 @@ function facts(row) {
     : `${row.percentile} % in ${ms(row.deadline_ms)}`;
   const shown = [
     ["state", row.deploying ? `${row.state}, another version is being deployed` : row.state],
-    ["version", `${row.version} of tenant ${row.tenant}`],
+    ["version", `${row.version} of tenant ${row.tenant}${row.traffic < 100 ? `, with ${row.traffic} % of the requests` : ""}`],
     ["in time", row.counted ? `${percent(row.in_time)} of ${row.counted}${row.complies === false ? ": missed" : ""}` : ""],
     ["wanted", wish],
     ["latency", row.p50_ms === null ? "" : `p50 ${ms(row.p50_ms)}, p99 ${ms(row.p99_ms)}`],
