@@ -376,6 +376,8 @@ def test_a_version_beside_that_does_not_load_changes_nothing(node: TestNode) -> 
     assert node.remove("beside@3").status == 200
     assert (f.rows, f.history) == ({"beside": 100}, {1: 100, 3: None, 2: None})
     f.traffic(v3=10)
+    assert node.admin.roll_back("beside", 2)["version"] == 4, "no number is there twice"
+    assert f.rows == {"beside": 90, "beside@3": 10}
     assert node.remove("beside").status == 200
     assert f.rows == {}
     node.wait(lambda: not (node.state / "functions" / "beside").exists(), 60, "its files to go")
