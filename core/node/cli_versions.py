@@ -66,7 +66,7 @@ def rollback(context: CommandContext, name: str, version: int | None, json_: boo
 def traffic(context: CommandContext, name: str, shares: tuple[str, ...], json_: bool) -> None:
     """Show how many per cent of a function's requests each of its versions gets, or say so.
 
-    
+    \b
     dormouse traffic mood 4=10    version 4 gets 10 %, the version with the name the rest
     dormouse traffic mood 4=0     only requests to mood@4
     dormouse traffic mood 4=100   version 4 has the name, and the other one is not served

@@ -241,7 +241,7 @@ class Deploys:
         *_, ended = splits.shares(self._picture, name)
         await self.traffic.end(name)
         audited |= options.told_in_audit(served) | {"ended": ended}
-        return {"name": name, "version": served.version, "as": served.version, "ended": ended, "changes": []}
+        return {"name": name, "version": served.version, "ended": ended, "changes": []}
 
     def _versions(self, caller: Caller, name: str) -> list[Version]:
         """Oldest first, without those of another tenant that has had the name."""

@@ -338,9 +338,9 @@ def test_two_versions_share_the_requests_exactly(node: TestNode) -> None:
     assert f.traffic(v2=30) == {"3": 70, "2": 30}
     assert f.counts(10) == {(3, 3): 7, (2, 2): 3}
     back = node.admin.roll_back("split", 0)
-    assert back == {"name": "split", "version": 3, "as": 3, "ended": 2, "changes": []}
+    assert back == {"name": "split", "version": 3, "ended": 2, "changes": []}
     assert (f.counts(3), f.rows) == ({(3, 3): 3}, {"split": 100})
-    assert node.admin.roll_back("split", 0)["as"] == 1, "the one that had the name before 3"
+    assert node.admin.roll_back("split", 0)["copy_of"] == 1, "the one that had the name before 3"
     lines = [row for row in audit.read(node.state / "logs" / "audit.log", 0.0) if row["name"] == "split"]
     assert [row["shares"] for row in lines if row["act"] == "traffic"][:2] == [{"1": 50, "2": 50}, {"2": 0}]
     assert [row["traffic"] for row in lines if row["act"] == "deploy" and "traffic" in row] == [10]
