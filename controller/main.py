@@ -10,6 +10,7 @@ import orjson
 from dormouse.controller import orders, pools, service
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.controller.deployed import DeployedFunctions
+from dormouse.controller.draining import DrainedGpus
 from dormouse.controller.learned import RuntimeNews
 from dormouse.controller.measures import measures
 from dormouse.controller.moving import Moving
@@ -61,6 +62,7 @@ class Controller(Actor):
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._queries = Queries()
         self._moving = Moving(self.scheduler, self._links, self._perform, self.loop.time)
+        self._drained = DrainedGpus(config, self.scheduler, self._perform, self._say)
         self._store_status = NO_STORE
         self._timer = DueTimer(self._tick)
         self._supervisor_watch = SupervisorWatch()
@@ -89,6 +91,8 @@ class Controller(Actor):
         self._deployed.restore()
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
+        for gpu in self._drained.restore():  # whoever was here before may not have come to say so
+            self.supervisor.send(m.WantRole(role=f"gpu{gpu}"))
         self._choose_pool()
         self._usage.open(self.state.usage)
 
@@ -121,6 +125,7 @@ class Controller(Actor):
             elif role == "router":
                 self._links.open_router(epoch, self._on_router)
                 self._say(self._deployed.all())
+                self._say(self._drained.told())
                 self._tell_device()
             elif role == "store":
                 self._links.open_store(epoch, self._on_store)
@@ -194,6 +199,8 @@ class Controller(Actor):
                 self._deployed.share(message)
             case m.AskMove():
                 self._moving.asked(message)
+            case m.AskDrainGpu():
+                self._drained.asked(message)
             case m.AskUsage():
                 self._say(self._usage.answer(message))
             case m.Served():
@@ -301,6 +308,7 @@ class Controller(Actor):
         for action in actions:
             self._act(action)
         self._moving.look()
+        self._drained.look()
         self._over_share.look(self.scheduler.shares, now_s)
         self._set_timer()
         self._record.add(now_s, event, actions)
@@ -336,9 +344,15 @@ class Controller(Actor):
                 self._links.to_gpu(gpu, orders.preload(action, self.scheduler.preload_worth(gpu, instance)))
             case ev.PauseOn() | ev.TurnOn() | ev.OverOn() | ev.RevokeOn() | ev.RetireExecutor() | ev.StopPreloadOn():
                 self._links.to_gpu(action.gpu, orders.order(action))
+            case ev.DrainOn():
+                self._links.to_gpu(action.gpu, orders.order(action))
             case ev.ForgetInstance():
                 for gpu in self._links.gpus:
                     self._links.to_gpu(gpu, m.Forget(instance=action.instance))
+            case ev.DismissExecutor(gpu=gpu):
+                self.supervisor.send(m.DismissRole(role=f"gpu{gpu}", epoch=0))
+            case ev.WantExecutor(gpu=gpu):
+                self.supervisor.send(m.WantRole(role=f"gpu{gpu}"))
             case ev.KillExecutor():
                 self.supervisor.send(m.KillRole(role=f"gpu{action.gpu}", epoch=action.epoch, text=action.text))
             case _:

@@ -27,7 +27,9 @@ def measures(
             of[number] = max(of.get(number, 0), nbytes)  # instances of one function have the same bytes
     functions = [_function(scheduler, name, resident.get(name, {}), each) for name, each in used.items()]
     gpus = [_gpu(gpu, hellos.get(number)) for number, gpu in scheduler.gpus.items()]
-    return m.NodeMeasures(gpus=gpus, functions=functions, store=store, waiting=len(scheduler.waiting))
+    return m.NodeMeasures(
+        gpus=gpus, functions=functions, store=store, waiting=len(scheduler.waiting), drained=sorted(scheduler.drained)
+    )
 
 
 def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used: Used) -> m.FunctionMeasures:

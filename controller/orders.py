@@ -6,7 +6,7 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
-ForExecutor = ev.PauseOn | ev.TurnOn | ev.OverOn | ev.RevokeOn | ev.RetireExecutor | ev.StopPreloadOn
+ForExecutor = ev.PauseOn | ev.TurnOn | ev.OverOn | ev.RevokeOn | ev.RetireExecutor | ev.StopPreloadOn | ev.DrainOn
 
 
 def order(action: ForExecutor) -> m.ControllerToExecutor:
@@ -23,6 +23,8 @@ def order(action: ForExecutor) -> m.ControllerToExecutor:
             return m.Retire()
         case ev.StopPreloadOn():
             return m.StopPreload()
+        case ev.DrainOn(on=on):
+            return m.DrainSeats(on=on)
         case _:
             assert_never(action)
 

@@ -18,6 +18,9 @@ NO_STORE: Final = m.StoreStatus(
 """Before the store has said anything."""
 
 
+NO_POOL: Final = m.PoolStats()
+
+
 def status(
     scheduler: Scheduler,
     hellos: Mapping[int, m.Hello],
@@ -67,14 +70,26 @@ def status(
     return {
         "gpus": {
             n: _gpu(scheduler, gpu, hellos.get(n), len(news.runtimes.get(n, ())), now_s)
-            | {"trouble": list(news.troubles.get(n, ()))}
-            for n, gpu in sorted(scheduler.gpus.items())
+            | {"trouble": list(news.troubles.get(n, ())), "state": state(scheduler, n)}
+            for n, gpu in sorted((scheduler.gpus | _given_up(scheduler)).items())
         },
         "functions": functions,
         "store": _store(store, report is not None),
         "waiting": len(scheduler.waiting),
         "waits": Reasons(scheduler, now_s).told(),
     }
+
+
+def _given_up(scheduler: Scheduler) -> dict[int, Gpu]:
+    """GPUs that are drained: nothing of them is the node's."""
+    return {number: Gpu(number, 0, NO_POOL, 0) for number in scheduler.drained - scheduler.gpus.keys()}
+
+
+def state(scheduler: Scheduler, number: int) -> str:
+    """Of a GPU, as people are told."""
+    if number not in scheduler.drained:
+        return "serves" if number in scheduler.gpus else "missing"
+    return "drains" if number in scheduler.gpus else "drained"
 
 
 def fragmentation(stats: m.PoolStats) -> float:

@@ -31,7 +31,7 @@ _ROLE: Final = r"(supervisor|router|controller|store|metrics|traces|gpu[0-9]+)"
 _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"(node|next)\.(json|new)|replace~?|supervisor\.pid|version|attach|drained|ready|ready\.new|switch[0-9]+"
+        r"(node|next)\.(json|new)|replace~?|supervisor\.pid|version|attach|drained|gpus-drained(\.new)?|ready|ready\.new|switch[0-9]+"
         rf"|warming(-{_WORLD})?\+?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
@@ -89,6 +89,7 @@ class RunPaths:
         self.next_json = self.trusted / "next.json"  # the same of a node that is to take over
         self.replace = str(self.trusted / "replace")  # where the supervisor is told to go over to one
         self.drained = self.trusted / "drained"  # is there while no new requests are taken
+        self.drained_gpus = self.trusted / "gpus-drained"  # their numbers, as JSON
         self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.run / "admin")  # the router's, for the command line; it asks the kernel who calls

@@ -75,12 +75,18 @@ def strangers(value: dict[str, Any]) -> list[str]:
     ]
 
 
-def intended(node: dict[str, Any]) -> list[str]:
+def intended(value: dict[str, Any]) -> list[str]:
     """What keeps the node from its work because somebody wants that: no problem."""
-    if not node.get("draining"):
-        return []
-    left = f"; {count} run still" if (count := node.get("requests_open")) else ""
-    return [f"drained: no new requests are taken until `dormouse drain --undo`{left}"]
+    node, said = value["node"], []
+    if node.get("draining"):
+        left = f"; {count} run still" if (count := node.get("requests_open")) else ""
+        said.append(f"drained: no new requests are taken until `dormouse drain --undo`{left}")
+    for number, gpu in value["gpus"].items():
+        if gpu.get("state") == "drains":
+            said.append(f"GPU {number} drains: leases that are to end: {len(gpu['seats'])}")
+        elif gpu.get("state") == "drained":
+            said.append(f"GPU {number} is drained until `dormouse gpu undrain {number}`")
+    return said
 
 
 def _node(value: dict[str, Any]) -> Iterator[str]:

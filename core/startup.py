@@ -4,6 +4,8 @@ import argparse
 import ctypes
 import os
 import signal
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -54,3 +56,21 @@ def read_node_config(run: str) -> NodeConfig:
     paths = RunPaths(run)
     path = paths.next_json if stands_by() else paths.node_json
     return msgspec.json.decode(path.read_bytes(), type=NodeConfig)
+
+
+def keep_drained_gpus(run: str | Path, gpus: Iterable[int]) -> None:
+    """Keep which GPUs are drained, for processes that start from now on, those of a node that takes over among them.
+    Raises OSError.
+    """
+    path = RunPaths(run).drained_gpus
+    early = path.with_suffix(".new")
+    early.write_bytes(msgspec.json.encode(sorted(gpus)))
+    early.rename(path)
+
+
+def read_drained_gpus(run: str | Path) -> list[int]:
+    """What :func:`keep_drained_gpus` kept last."""
+    try:
+        return msgspec.json.decode(RunPaths(run).drained_gpus.read_bytes(), type=list[int])
+    except FileNotFoundError:
+        return []

@@ -219,6 +219,16 @@ class Drain(Packet, frozen=True, kw_only=True, tag=23):
     undo: bool = False
 
 
+class DrainGpu(Packet, frozen=True, kw_only=True, tag=30):
+    """Begin nothing more on this GPU, and give it up when what runs there is over; or (``undo``) have it serve again.
+    With ``waits`` it is answered when it is given up, or was undone.
+    """
+
+    gpu: int
+    undo: bool = False
+    waits: bool = False
+
+
 class Secrets(Packet, frozen=True, kw_only=True, tag=24):
     """What secrets there are, of a tenant or of all that the caller sees: their names, and no value."""
 
@@ -270,6 +280,7 @@ Act = (
     | JobResult
     | CancelJob
     | Drain
+    | DrainGpu
     | Secrets
     | SetSecret
     | RemoveSecret

@@ -97,6 +97,25 @@ class RetireExecutor(_Action, frozen=True):
     epoch: int
 
 
+class DismissExecutor(_Action, frozen=True):
+    """Its GPU is drained, and no lease is there: whatever executor it has is to end, and none is to be started."""
+
+    gpu: int
+
+
+class WantExecutor(_Action, frozen=True):
+    """Its GPU is not drained any more: it is to have one, if it has none."""
+
+    gpu: int
+
+
+class DrainOn(_Action, frozen=True):
+    """Seats of language models end there as soon as they rest, or not any more."""
+
+    gpu: int
+    on: bool
+
+
 class PreloadOn(_Action, frozen=True):
     """Bring this model, of which ``nbytes`` are missing by the last that the executor has told, without a lease. Why:
     it is asked for ``rate_s`` times a second, and each time ``saved_s`` would be waited for it.
@@ -131,4 +150,7 @@ Action = (
     | RetireExecutor
     | PreloadOn
     | StopPreloadOn
+    | DismissExecutor
+    | WantExecutor
+    | DrainOn
 )

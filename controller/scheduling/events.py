@@ -6,6 +6,12 @@ from dormouse.controller.scheduling.actions import (
     Action as Action,
 )
 from dormouse.controller.scheduling.actions import (
+    DismissExecutor as DismissExecutor,
+)
+from dormouse.controller.scheduling.actions import (
+    DrainOn as DrainOn,
+)
+from dormouse.controller.scheduling.actions import (
     FinishLease as FinishLease,
 )
 from dormouse.controller.scheduling.actions import (
@@ -43,6 +49,9 @@ from dormouse.controller.scheduling.actions import (
 )
 from dormouse.controller.scheduling.actions import (
     WakeOn as WakeOn,
+)
+from dormouse.controller.scheduling.actions import (
+    WantExecutor as WantExecutor,
 )
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats, StepsDue, StepTimes
@@ -292,6 +301,12 @@ class ExecutorLeaves(_Event, frozen=True):
     epoch: int
 
 
+class DrainChosen(_Event, frozen=True):
+    """These GPUs are to be given up as soon as what runs there is over, and left alone; all others serve."""
+
+    gpus: tuple[int, ...]
+
+
 class SharesKnown(_Event, frozen=True):
     """``(tenant, share)`` of the GPUs' time; others have a share of 1. None: tenants are all alike to the scheduler."""
 
@@ -332,4 +347,5 @@ Event = (
     | RequestAnswered
     | BringAsked
     | KeptAway
+    | DrainChosen
 )

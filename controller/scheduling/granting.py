@@ -3,7 +3,7 @@ and grants leases or gives turns back.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Final
 
@@ -32,7 +32,7 @@ class Granting:
 
     placement: Placement
     keeping: Keeping
-    leaving: Mapping[int, float]
+    leaving: Set[int]
     turn_order: Callable[[Sequence[Running], float, WakeTime], tuple[Running, str, float]]
 
     def __init__(
@@ -129,7 +129,7 @@ class Granting:
             waiting.held_for = own
             return None
         if leaving := self.leaving:
-            free = free - leaving.keys()
+            free = free - leaving
             if len(leaving) == len(self._gpus):
                 waiting.held_for = min(leaving)  # until that is gone; then for what comes after it
                 return None
@@ -149,7 +149,7 @@ class Granting:
         elif (number := self.placement.choose(waiting, free, now_s, may_wait)) is not None:
             return number
         held_for = waiting.held_for
-        if held_for is None or held_for not in self._turns.free:
+        if held_for is None or held_for not in self._turns.free or held_for in leaving:
             return None
         waiting.held_for = None  # its turn is one that another does not use
         return held_for

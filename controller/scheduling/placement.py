@@ -61,9 +61,9 @@ class Placement(ABC):
         """All GPUs that could hold it are busy: it waits for the first of them."""
         nbytes = waiting.model.nbytes
         busy = [
-            (gpu.leaves, gpu.running.ends_s, n)
+            (gpu.leaves, gpu.running.ends_s if gpu.running else 0.0, n)
             for n, gpu in self._gpus.items()
-            if gpu.running and gpu.capacity_nbytes >= nbytes
+            if (gpu.running or gpu.leaves) and gpu.capacity_nbytes >= nbytes
         ]
         waiting.held_for = min(busy)[2]
 
@@ -123,7 +123,7 @@ class Completion(Placement):
             gpu, between_s = gpus[number], others_s(model, gpus[number])
             (first_s, later_s), running = first_token_s(model, gpu, copy_s, between_s), gpu.running
             if number not in free:
-                if running is None or now_s >= running.overdue_s or gpu.capacity_nbytes < model.nbytes:
+                if running is None or gpu.leaves or now_s >= running.overdue_s or gpu.capacity_nbytes < model.nbytes:
                     continue
                 first_s += max(0.0, running.ends_s - now_s)
             cost_s, room = first_s + LATER * later_s + COPY_WEIGHT * copy_s, gpu.stats.free_nbytes
@@ -156,7 +156,7 @@ class Completion(Placement):
         for number in resident:
             running = self._gpus[number].running
             if running is not None and number not in free and resident[number] >= nbytes:
-                if now_s >= running.overdue_s:
+                if self._gpus[number].leaves or now_s >= running.overdue_s:
                     continue  # nobody knows when it ends
                 seconds = max(0.0, running.ends_s - now_s) + function.run_of(waiting.size)
                 if seconds < best_s and now_s + seconds < latest_s:
@@ -227,8 +227,10 @@ class Bound(Placement):
 
     def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         model = waiting.model
-        best, most = None, -1
+        best, most = min((number for number, gpu in self._gpus.items() if gpu.leaves), default=None), -1
         for number, gpu in self._gpus.items():
+            if gpu.leaves:
+                continue
             there = model.resident.get(number, 0)
             if there >= model.nbytes:
                 best, most = number, model.nbytes + gpu.capacity_nbytes

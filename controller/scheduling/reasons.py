@@ -61,7 +61,9 @@ class Reasons:
         scheduler, now_s = self._scheduler, self._now_s
         gpus, policy = scheduler.gpus, scheduler.policy
         if not gpus:
-            return "no_gpu", "no GPU's executor is up"
+            drained = ", ".join(map(str, sorted(scheduler.drained)))
+            why = f"; GPU {drained} is drained (`dormouse gpu undrain N`)" if drained else ""
+            return "no_gpu", f"no GPU's executor is up{why}"
         if (lease := waiting.resumes) is not None:
             return "turn", self._turn(gpus[lease.lease.gpu]) + self._margin(lease)
         if waiting.model.leased:

@@ -28,6 +28,7 @@ from dormouse.controller.scheduling.events import (
     Asked,
     BatchChanged,
     BringAsked,
+    DrainChosen,
     Event,
     Evicted,
     ExecutorDown,
@@ -111,9 +112,9 @@ class Scheduler:
         self._turns = FreeTurns(policy.turns, keep_s)
         self._leases = GrantedLeases(revoke_s, self.gpus, self.models, self._queue, self._turns)
         secrets = random.Random(seed)  # unpredictable to instances because the seed is
-        self._leaving = LeavingGpus(self.gpus, self._turns)
+        self._leaving = LeavingGpus(self.gpus, self._turns, self._queue)
         granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
-        self._granting, granting.leaving = granting, self._leaving.until_s
+        self._granting, granting.leaving = granting, self._leaving.leaving
         self._choices = random.Random(seed)
         self._preloading = Preloading(self._books, self.bandwidths)
         self.rounds = Rounds(self.gpus, self._queue, self._turns)
@@ -157,10 +158,13 @@ class Scheduler:
             case ExecutorUp():
                 self._executor_down(event.gpu, now_s, actions)
                 self._turns.changed(self._books.executor_up(event, self.topology))
+                self._leaving.came(event.gpu, now_s, actions)
             case ExecutorDown():
                 self._executor_down(event.gpu, now_s, actions)
             case ExecutorLeaves():
                 self._leaving.begin(event, now_s)
+            case DrainChosen():
+                self._leaving.drain(event.gpus, now_s, actions)
             case FunctionKnown():
                 self._books.function_known(event)
             case FunctionGone():
@@ -212,7 +216,7 @@ class Scheduler:
         if self._turns.free and self.waiting:
             self._granting.place(now_s, actions)
         self._preloading.follow(event, now_s, bool(self.waiting), actions)
-        if self._leaving.until_s:
+        if self._leaving.leaving:
             self._leaving.retire(now_s, actions)
         return actions
 
@@ -407,6 +411,11 @@ class Scheduler:
     def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
         """See `Order.standing`."""
         return self._queue.order.standing(waiting, now_s)
+
+    @property
+    def drained(self) -> frozenset[int]:
+        """GPUs that are drained, or will be when what runs there is over."""
+        return self._leaving.drained
 
     @property
     def shares(self) -> Shares:

@@ -71,6 +71,12 @@ class AdminClient:
             answer = b"".join(conversation.ask(a.Drain(undo=undo)))
         return msgspec.json.decode(answer, type=dict[str, bool])["drained"]
 
+    def drain_gpu(self, gpu: int, undo: bool = False, waits: bool = False) -> dict[str, Any]:
+        """How it is then; with ``waits``, once nothing of the node is there any more."""
+        with self._conversation(None if waits else PATIENCE_S) as conversation:
+            answer = b"".join(conversation.ask(a.DrainGpu(gpu=gpu, undo=undo, waits=waits)))
+        return msgspec.json.decode(answer, type=dict[str, Any])
+
     def restart(self, name: str) -> None:
         """New instances of it."""
         self._call(a.Restart(name=name))

@@ -47,6 +47,10 @@ class Deaths:
         """One more role, that was asked for."""
         self._restarts.add(role)
 
+    def forget(self, role: str) -> None:
+        """Nobody wants it for now: that it does not start is nobody's trouble."""
+        self.down.pop(role, None)
+
     def ready(self, role: str) -> None:
         self.down.pop(role, None)
         self._restarts.ready(role)

@@ -23,6 +23,7 @@ from dormouse.core.node.roles import ON_DEMAND, kind
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import dormant_worlds, worlds
+from dormouse.core.startup import read_drained_gpus
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed
 
@@ -60,7 +61,10 @@ class Registry:
         self._paths, self._state = RunPaths(config.run_directory), StatePaths(config.state_directory)
         self.dormant = dormant_worlds(config)
         self.worlds = worlds(config) | self.dormant
-        self.roles = ["store", "controller", "router", *worlds(config), *(f"gpu{k}" for k in range(config.gpu_count))]
+        self._gpus = [f"gpu{number}" for number in range(config.gpu_count)]
+        left_alone = {f"gpu{number}" for number in read_drained_gpus(config.run_directory)}
+        gpus = (role for role in self._gpus if role not in left_alone)
+        self.roles = ["store", "controller", "router", *worlds(config), *gpus]
         self.children: dict[str, RunningRole] = {}
         self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0) | epochs
         self.left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
@@ -91,19 +95,23 @@ class Registry:
 
     def add(self, role: str) -> bool:
         """A role that somebody wants from now on; False if it is none of those, or there already."""
-        if role in self.roles or not (role in ON_DEMAND or role in self.dormant):
+        if role in self.roles or not (role in ON_DEMAND or role in self.dormant or role in self._gpus):
             return False
         self.roles.append(role)
         self.epochs.setdefault(role, 0)
         return True
 
     def dismiss(self, role: str, epoch: int) -> None:
-        """Nobody wants a dormant world's zygote for now."""
+        """Nobody wants a dormant world's zygote for now, or the executor of a GPU, whichever that has."""
         child = self.children.get(role)
-        if role in self.dormant and role in self.roles and child is not None and child.epoch == epoch:
-            self.roles.remove(role)
+        if role not in self.roles or not (role in self._gpus or (role in self.dormant and child is not None)):
+            return
+        if child is not None:
+            if epoch not in (0, child.epoch):
+                return
             child.dismissed = True
             child.send(m.Shutdown())
+        self.roles.remove(role)
 
     def changed(self) -> None:
         self._changed.set()

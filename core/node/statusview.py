@@ -83,7 +83,7 @@ def head(value: dict[str, Any], found: list[str]) -> None:
         click.echo(who)
     for text in found:
         problem_line(text)
-    for text in intended(node):
+    for text in intended(value):
         click.echo(text)
     for role, left in node.get("left", {}).items():
         if role in node["peers"] and left["ago_s"] < NOTED_S:
@@ -117,6 +117,8 @@ def _places(gpus: Iterable[str], row: dict[str, Any]) -> str | None:
 
 
 def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
+    if gpu.get("state") == "drained":
+        return {"gpu": number, "used": "drained"}
     free, capacity = gpu.get("free_nbytes"), gpu.get("capacity_nbytes")
     seated = gpu.get("seats")
     return {
@@ -215,6 +217,8 @@ def used(store: dict[str, Any], tier: str) -> str:
 
 
 def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
+    if gpu.get("state") == "drained":
+        return {"gpu": number, "name": "(drained)"}
     share = gpu.get("fragmentation")
     return {
         "gpu": number,

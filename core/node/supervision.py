@@ -232,6 +232,10 @@ class Supervisor:
                     self._start(role)  # else when the one that was dismissed has ended
             case m.DismissRole(role=role, epoch=epoch):
                 self._registry.dismiss(role, epoch)
+                if role not in self._registry.roles:
+                    self._deaths.forget(role)
+                    if role not in self._registry.children:  # else when it has ended
+                        self._tell_peers()
             case m.Left():
                 if self._heirs is not None:
                     self._heirs.handle(RouterLeft())
@@ -280,7 +284,8 @@ class Supervisor:
     # --- starting, and starting again
 
     def _start(self, role: str) -> None:
-        if self._phase.starts_roles and role not in self._registry.children:
+        roles, children = self._registry.roles, self._registry.children
+        if self._phase.starts_roles and role in roles and role not in children:
             self._registry.start(role, stands_by=self._phase is NodePhase.STANDS_BY)
 
     def _start_missing(self) -> None:

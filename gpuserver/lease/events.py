@@ -276,6 +276,7 @@ Event = (
     | Brought
     | m.StopPreload
     | m.DropModel
+    | m.DrainSeats
     | m.Turn
     | m.Pause
     | m.Over

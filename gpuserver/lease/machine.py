@@ -90,6 +90,8 @@ class Machine:
                     runtimes.open_ahead(state, event.preload.instance)
             case m.StopPreload():
                 preloads.give_up(state)
+            case m.DrainSeats(on=on):
+                state.drains = on
             case m.DropModel():
                 _unload(state, event)
             case e.Brought():

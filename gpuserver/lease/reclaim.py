@@ -92,14 +92,14 @@ def end_one(state: MachineState, runtime: str) -> bool:
 
 def tick(state: MachineState) -> None:
     for books in [books for books in state.runtimes.values() if _may_end(state, books)]:
-        if state.now_s >= _since_s(state, books) + state.seat_idle_s:
+        if state.now_s >= _until_s(state, books):
             _end(state, books)
 
 
 def next_deadline_s(state: MachineState) -> float | None:
     """When it is to be looked whether a runtime has rested for long enough."""
     resting = (books for books in state.runtimes.values() if _may_end(state, books))
-    return min((_since_s(state, books) + state.seat_idle_s for books in resting), default=None)
+    return min((_until_s(state, books) for books in resting), default=None)
 
 
 def told(books: RuntimeBooks, idle: m.IdleKv | None) -> None:
@@ -173,6 +173,11 @@ def end_lease(state: MachineState, lease: HeldLease) -> None:
 def _since_s(state: MachineState, books: RuntimeBooks) -> float:
     """Since when it has had nothing to do, if it has not."""
     return max(lease.since_s for lease in state.members(books.name))
+
+
+def _until_s(state: MachineState, books: RuntimeBooks) -> float:
+    """How long one that rests keeps its seats, though nobody needs the room."""
+    return _since_s(state, books) + (0.0 if state.drains else state.seat_idle_s)
 
 
 def _cost_per_byte(state: MachineState, books: RuntimeBooks, worth: Mapping[str, float]) -> float:

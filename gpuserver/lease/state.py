@@ -61,6 +61,7 @@ class MachineState:
         self.room_s = ROOM_S
         self.asked_s: float | None = None  # since when others are to make room
         self.share, self.turns, self.turn_s, self.seat_idle_s = share, turns, turn_s, seat_idle_s
+        self.drains = False  # no seat is kept that rests
         self.preload: HeldPreload | None = None
         self.preloads = itertools.count(-1, -1)  # their serials
         self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes

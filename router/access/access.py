@@ -60,6 +60,7 @@ class Act(Enum):
     UNLOAD_ADAPTER = "rm lora"
     POLICY = "policy"
     DRAIN = "drain"
+    DRAIN_GPU = "gpu drain"
     USAGE = "cost"
     REQUESTS = "requests"
     KEYS = "keys ls"
@@ -111,6 +112,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.STATUS: "admin",
     Act.POLICY: "admin",
     Act.DRAIN: "admin",
+    Act.DRAIN_GPU: "admin",
     Act.KEYS: "keys",
     Act.CREATE_KEY: "keys",
     Act.REVOKE_KEY: "keys",
@@ -198,6 +200,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,
     a.Drain: Act.DRAIN,
+    a.DrainGpu: Act.DRAIN_GPU,
     a.Usage: Act.USAGE,
     a.RecentRequests: Act.REQUESTS,
     a.Logs: Act.LOGS,

@@ -61,6 +61,7 @@ Called = (
     | a.CancelJob
     | a.Policy
     | a.Drain
+    | a.DrainGpu
     | a.Keys
     | a.CreateKey
     | a.RevokeKey
@@ -180,7 +181,7 @@ class Admin:
                 return {"requests": self._last(caller, act)}
             case a.ListJobs() | a.AskJob() | a.CancelJob():
                 return await self._act_on_jobs(caller, act)
-            case a.Policy() | a.Drain() | a.OpenDashboard():
+            case a.Policy() | a.Drain() | a.DrainGpu() | a.OpenDashboard():
                 return await self._act_on_node(caller, act)
             case a.Keys() | a.CreateKey() | a.RevokeKey():
                 return await self._act_on_keys(caller, act)
@@ -212,7 +213,7 @@ class Admin:
             case _:
                 assert_never(act)
 
-    async def _act_on_node(self, caller: Caller, act: a.Policy | a.Drain | a.OpenDashboard) -> Any:
+    async def _act_on_node(self, caller: Caller, act: a.Policy | a.Drain | a.DrainGpu | a.OpenDashboard) -> Any:
         match act:
             case a.Policy(changes=changes):
                 words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
@@ -231,6 +232,13 @@ class Admin:
                         drain.begin()
                     self._node.log.info("drain", undone=undo, left=self._requests.left + self._jobs.runs.left)
                 return {"drained": False if undo else await drain.ended()}
+            case a.DrainGpu(gpu=gpu, undo=undo, waits=waits):
+                with self._permits.audited(caller, act, f"{gpu} --undo" if undo else str(gpu)):
+                    self._permits.may(caller, act)
+                    answer = _answered(await self._asks.drain_gpu(gpu, undo, False))
+                if waits and not undo:
+                    answer = _answered(await self._asks.drain_gpu(gpu, False, True))
+                return orjson.loads(answer.json)
             case a.OpenDashboard(end=end):
                 with self._permits.audited(caller, act, "--end" if end else ""):
                     self._permits.may(caller, act)

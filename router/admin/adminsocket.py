@@ -118,7 +118,7 @@ class AdminSocket:
                 await self._tell(connection, self._admin.invoking.invoke(caller, act, body))
             case a.JobResult():
                 await self._tell(connection, self._admin.invoking.result(caller, act))
-            case a.AskJob() | a.Drain():
+            case a.AskJob() | a.Drain() | a.DrainGpu():
                 answer = await self._until_gone(connection, self._admin.call(caller, act))
                 await _answer(connection, orjson.dumps(answer))
             case a.Logs():

@@ -64,12 +64,17 @@ class Asks:
         """None if that takes too long."""
         return await self._query(lambda query: m.AskMove(query=query, name=name, to=to), MOVE_TIMEOUT_S)
 
+    async def drain_gpu(self, gpu: int, undo: bool, waits: bool) -> m.Status | None:
+        """None if the controller does not say in time; with ``waits`` it has all the time that there is."""
+        timeout_s = None if waits else STATUS_TIMEOUT_S
+        return await self._query(lambda query: m.AskDrainGpu(query=query, gpu=gpu, undo=undo, waits=waits), timeout_s)
+
     async def usage(self, since_s: float) -> m.Status | None:
         """What functions have used; None if the controller does not say in time."""
         return await self._query(lambda query: m.AskUsage(query=query, since_s=since_s))
 
     async def _query(
-        self, question: Callable[[int], m.RouterToController], timeout_s: float = STATUS_TIMEOUT_S
+        self, question: Callable[[int], m.RouterToController], timeout_s: float | None = STATUS_TIMEOUT_S
     ) -> m.Status | None:
         query = next(self._numbers)
         self._queries[query] = asyncio.get_running_loop().create_future()

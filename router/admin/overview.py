@@ -241,7 +241,8 @@ def bounded(status: dict[str, Any]) -> dict[str, Any]:
 
 def gone(node: Node) -> list[str]:
     """Processes that were up, are not, and will be again."""
-    return sorted(node.seen - {*node.peers} - {*node.down} - OPTIONAL)
+    drained = {f"gpu{number}" for number in node.policy.picture.drained}
+    return sorted(node.seen - {*node.peers} - {*node.down} - OPTIONAL - drained)
 
 
 def tenants(config: NodeConfig, picture: RouterState) -> dict[str, dict[str, Any]]:

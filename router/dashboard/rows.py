@@ -20,7 +20,7 @@ NAMES: Final = 20
 NODE: Final = ("name", "address", "confinement", "peers", "gone", "instances", "missing")
 GPU: Final = (
     "epoch", "name", "pool", "capacity_nbytes", "weights_nbytes", "kv_nbytes", "lost_nbytes", "activation_nbytes",
-    "free_nbytes", "largest_free_nbytes", "fragmentation", "turns", "seats", "trouble",
+    "free_nbytes", "largest_free_nbytes", "fragmentation", "turns", "seats", "trouble", "state",
 )  # fmt: skip
 FUNCTION: Final = (
     "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "embedding", "max_instances",
@@ -58,7 +58,7 @@ def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
     found = [*problems(said), *(strangers(status) if whole else ())]
     more = [f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else []
     return NodeView(
-        node=_picked(status["node"], NODE) | {"waiting": status["waiting"], "intended": intended(status["node"])},
+        node=_picked(status["node"], NODE) | {"waiting": status["waiting"], "intended": intended(status)},
         problems=found[:MOST_PROBLEMS] + more,
         store=_picked(status["store"] or {}, STORE),
         gpus={str(number): _picked(gpu, GPU) for number, gpu in status["gpus"].items()},

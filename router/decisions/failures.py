@@ -89,6 +89,14 @@ def waited_too_long(timeout_ms: int, over_share: str = "") -> Failure:
     return Failure(code="timed_out", status=504, text=text, retryable=True)
 
 
+def all_drained(timeout_ms: int) -> Failure:
+    text = (
+        f"all GPUs of this node are drained, and none served within {duration(timeout_ms)}, the function's time limit; "
+        "nothing was run; retry later, or `dormouse gpu undrain N`"
+    )
+    return Failure(code="timed_out", status=504, text=text, retryable=True)
+
+
 def _share(tenant: str) -> str:
     return f", because tenant {tenant!r} is over its share of the GPUs' time and others wait" if tenant else ""
 

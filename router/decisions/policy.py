@@ -131,6 +131,10 @@ class RequestPolicy:
                 replicas.wrote(p, name)
             case m.OverShare(tenants=tenants):
                 p.over_share = frozenset(tenants)
+            case m.GpusDrained(gpus=gpus, left=left):
+                p.drained, p.all_drained = frozenset(gpus), not left
+                for function in p.functions.values():
+                    queueing.feed(p, function)  # those that waited for the end of a seat on one that serves again
             case m.Status() | m.Device() | m.TokensUsed() | m.Measures():
                 pass  # the shell's
             case _:
@@ -146,6 +150,7 @@ class RequestPolicy:
                 if holder.own is not None:
                     number, holder.own = holder.own, None
                     queueing.given_back(p, number, True, taken, together)
+                queueing.unleased(p, holder)
             case _ if not isinstance(holder, Instance) or not self._from_instance(holder, message):
                 said = type(message).__name__
                 lives.kill(p, holder, f"broke the protocol ({said} while {holder.state.value})")

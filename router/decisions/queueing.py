@@ -155,7 +155,7 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
     """
     while function.queue:
         serving = [p.instances[name] for name in function.instances]
-        ready = [each for each in serving if each.state is InstanceState.IDLE and len(each.open) < most]
+        ready = [each for each in serving if p.takes_more(each, most)]
         if not ready:
             return
         instance = min(ready, key=lambda each: len(each.open))
@@ -171,6 +171,12 @@ def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
         if (llm := function.spec.llm) is not None:
             p.at(due_s(request, llm), t.FirstTokenDue(number))
+
+
+def unleased(p: RouterState, holder: Holder) -> None:
+    """It has no lease of its own any more, which may have kept it from more requests."""
+    if isinstance(holder, Instance) and (function := p.functions.get(holder.spec.name)) is not None:
+        feed(p, function)
 
 
 def due_s(request: Request, llm: m.LlmSettings) -> float:

@@ -155,6 +155,7 @@ def lease_lost(p: RouterState, number: int) -> None:
     if instance.own == number:
         instance.own = None
         p.send(instance.name, refusal)
+        queueing.unleased(p, instance)
     elif isinstance(instance, Instance) and instance.ticket == number:
         request = None if ticket.request is None else p.requests[ticket.request]
         if request is not None and request.phase is Phase.WAITING:
@@ -329,7 +330,12 @@ def waited(p: RouterState, number: int) -> None:
         return
     spec = p.functions[request.function].spec
     timeout_ms = spec.timeout_ms
-    late = failures.waited_too_long(timeout_ms, _over(p, spec)) if p.forking else failures.no_sandbox_yet(timeout_ms)
+    if p.all_drained:
+        late = failures.all_drained(timeout_ms)
+    elif p.forking:
+        late = failures.waited_too_long(timeout_ms, _over(p, spec))
+    else:
+        late = failures.no_sandbox_yet(timeout_ms)
     queueing.fail(p, number, late)
     _withdraw(p, request)
 

@@ -245,6 +245,8 @@ class RouterState:
     forking: bool = False
     gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known
     gpus: int = 0
+    drained: frozenset[int] = frozenset()  # GPUs on which nothing new is to begin
+    all_drained: bool = False
     models_exposed: str = ""  # why language models of several tenants cannot be kept apart
     over_share: frozenset[str] = frozenset()  # tenants whose requests wait for those of others
     shares: Mapping[str, float] = field(default_factory=dict)  # of tenants; others have 1
@@ -263,6 +265,14 @@ class RouterState:
         """Whose instance it is; None: of a version that is being replaced, or is not served yet."""
         function = self.functions.get(instance.spec.name)
         return function if function is not None and instance.name in function.instances else None
+
+    def takes_more(self, instance: Instance, most: int) -> bool:
+        """Of those that have many requests at once: not with a lease on a GPU that is drained, which ends only when
+        those that it has are answered.
+        """
+        ticket = self.tickets.get(instance.own or 0)
+        drains = ticket is not None and ticket.lease is not None and ticket.lease.gpu in self.drained
+        return instance.state is InstanceState.IDLE and len(instance.open) < most and not drains
 
     def tell(self, message: m.RouterToController) -> None:
         self.out.append(e.Tell(message))
@@ -337,8 +347,8 @@ class RouterState:
                 assert instance.spec == function.spec, function
                 assert instance.state is not InstanceState.DEAD, function
                 assert not instance.draining, function
-                full = len(instance.open) >= (most_open(instance.spec) or 1)
-                assert instance.state is not InstanceState.IDLE or not function.queue or full, f"{name} has requests"
+                takes = self.takes_more(instance, most_open(instance.spec) or 1)
+                assert not takes or not function.queue, f"{name} has requests"
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"

@@ -239,7 +239,10 @@ def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
         seats.add_metric([number], gpu.seats)
         turns.add_metric([number], gpu.turns)
         moved.add_metric([number], stats.moved_nbytes)
-    yield from (memory, capacity, seats, turns, moved)
+    drained = _gauge("gpu_drained", "1: nothing new begins on a GPU, by `dormouse gpu drain`", ["gpu"])
+    for number in map(str, held.drained):
+        drained.add_metric([number], 1)
+    yield from (memory, capacity, seats, turns, moved, drained)
     host = _gauge("host_memory_bytes", "Models outside GPUs, by where", ["kind"])
     budget = _gauge("host_budget_bytes", "The most that they may take", ["kind"])
     store = held.store

@@ -101,7 +101,15 @@ class DropModel(Message, frozen=True, kw_only=True, tag=10):
     instances: list[str]
 
 
-ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire | Preload | StopPreload | DropModel
+class DrainSeats(Message, frozen=True, kw_only=True, tag=11):
+    """Seats of language models end as soon as they rest, for this GPU is drained; or (``on`` false) not any more."""
+
+    on: bool
+
+
+ControllerToExecutor = (
+    Wake | Revoke | Forget | Pause | Turn | Over | Retire | Preload | StopPreload | DropModel | DrainSeats
+)
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag=1):

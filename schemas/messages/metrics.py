@@ -95,12 +95,13 @@ class GpuMeasures(Message, frozen=True, kw_only=True):
 
 
 class NodeMeasures(Message, frozen=True, kw_only=True):
-    """All that the controller has counted. ``waiting``: requests without a GPU."""
+    """All that the controller has counted. ``waiting``: requests without a GPU. ``drained``: GPUs."""
 
     gpus: list[GpuMeasures]
     functions: list[FunctionMeasures]
     store: StoreStatus
     waiting: int
+    drained: list[int] = []
 
 
 class KeptCounted(Message, frozen=True, kw_only=True):

@@ -131,6 +131,15 @@ class Awoken(Message, frozen=True, kw_only=True, tag=16):
     source: WokenFrom
 
 
+class GpusDrained(Message, frozen=True, kw_only=True, tag=17):
+    """GPUs that are drained, or will be when what runs there is over: all there are now. ``left``: how many others the
+    node has.
+    """
+
+    gpus: list[int]
+    left: int
+
+
 ControllerToRouter = (
     InstanceViolated
     | Catalogue
@@ -147,6 +156,7 @@ ControllerToRouter = (
     | OverShare
     | Measures
     | Awoken
+    | GpusDrained
 )
 
 

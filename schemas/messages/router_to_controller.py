@@ -95,6 +95,17 @@ class AskTraffic(Message, frozen=True, kw_only=True, tag=20):
     share: int
 
 
+class AskDrainGpu(Message, frozen=True, kw_only=True, tag=21):
+    """Drain this GPU, or (``undo``) have it serve again. Status answers. With ``waits`` nothing is changed, and it
+    answers when the GPU is given up, or serves again.
+    """
+
+    query: int
+    gpu: int
+    undo: bool = False
+    waits: bool = False
+
+
 class Missed(Message, frozen=True, kw_only=True, tag=8):
     """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
     knows of none.
@@ -178,6 +189,7 @@ RouterToController = (
     | AskPin
     | AskMove
     | AskTraffic
+    | AskDrainGpu
     | Missed
     | Quarantined
     | Lifted

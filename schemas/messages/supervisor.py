@@ -26,13 +26,17 @@ class KillRole(Message, frozen=True, kw_only=True, tag=4):
 
 
 class WantRole(Message, frozen=True, kw_only=True, tag=5):
-    """Router only: a process that is started when it is first wanted, and stays; nothing if it is there."""
+    """A process that is started when it is first wanted, and stays; nothing if it is there. Of the controller: the
+    executor of a GPU that is drained no more.
+    """
 
     role: str
 
 
 class DismissRole(Message, frozen=True, kw_only=True, tag=6):
-    """Router only: a zygote that is not wanted for now. Its epoch: a later one is wanted."""
+    """A zygote that is not wanted for now. Its epoch: a later one is wanted. Of the controller: the executor of a GPU
+    that is drained, whichever there is or would be started (0).
+    """
 
     role: str
     epoch: int

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from held_requests import FUNCTION, held
 
+from dormouse.core import audit
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
@@ -84,3 +85,69 @@ def test_a_drain_that_is_undone_while_somebody_waits_says_so() -> None:
             running.go()
             assert running.answer().status == 200
         assert node.result("f", {"x": 2})["had"] == 2
+
+
+TWO = '[gpu]\ncount = 2\nmemory = "64MiB"\nthreads = 1\n'
+
+
+def _gpus(node: TestNode) -> dict[str, str]:
+    return {number: gpu["state"] for number, gpu in node.status()["gpus"].items()}
+
+
+def test_a_gpu_is_drained_while_the_node_runs() -> None:
+    """What runs there ends by itself, others go elsewhere, and then its executor is gone; that outlives each process,
+    and a node that takes over.
+    """
+    with running_node(TWO) as node, ThreadPoolExecutor(1) as pool:
+        node.deployed("f", FUNCTION)
+        node.deployed("g", FUNCTION)
+        with held(node, x=1) as running:
+            (home,) = (number for number, gpu in node.status()["gpus"].items() if "f" in gpu["seats"])
+            other, executor = str(1 - int(home)), node.pids()[f"gpu{home}"]
+            drained = pool.submit(node.admin.drain_gpu, int(home), waits=True)
+            node.wait(lambda: _gpus(node)[home] == "drains", 60, "the drain")
+            for x in range(3):
+                assert node.result("g", {"x": x}) == {"sum": 4.0, "had": x}
+            assert (drained.done(), node.pids()[f"gpu{home}"]) == (False, executor)
+            assert node.status()["functions"]["g"]["gpus"].keys() == {other}
+            running.go()
+            assert running.answer().body == {"sum": 4.0, "had": 1}
+        assert drained.result() == {"gpu": int(home), "state": "drained", "leases": 0}
+        assert f"gpu{home}" not in node.pids()
+        assert node.status()["node"]["gone"] == []
+        assert node.result("f", {"x": 2}) == {"sum": 4.0, "had": 2}
+        assert f'dormouse_gpu_drained{{gpu="{home}"}} 1.0' in _metrics(node)
+
+        os.kill(node.pids()["controller"], signal.SIGKILL)
+        node.wait(lambda: _answers(node, 3), 90, "the next controller")
+        assert _gpus(node) == {home: "drained", other: "serves"}
+        node.replace()
+        node.wait(lambda: _answers(node, 4), 90, "the next node")
+        assert (_gpus(node), f"gpu{home}" in node.pids()) == ({home: "drained", other: "serves"}, False)
+
+        assert node.admin.drain_gpu(int(other), waits=True)["state"] == "drained"
+        late = pool.submit(node.invoke, "f", {"x": 5})
+        node.wait(lambda: node.status()["waiting"] == 1, 60, "a request to wait")
+        assert [row["kind"] for row in node.status()["waits"]["oldest"]] == ["no_gpu"]
+        node.admin.drain_gpu(int(home), undo=True)
+        assert late.result().body == {"sum": 4.0, "had": 5}
+        assert _gpus(node) == {home: "serves", other: "drained"}
+        acts = _audited(node, "gpu drain")
+        assert acts == [(home, "ok"), (other, "ok"), (f"{home} --undo", "ok")]
+
+
+def _answers(node: TestNode, x: int) -> bool:
+    try:
+        return bool(node.invoke("f", {"x": x}).body == {"sum": 4.0, "had": x})
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _metrics(node: TestNode) -> str:
+    node.wait(lambda: node.http("GET", "/metrics").status == 200, 90, "the process that writes it")
+    return str(node.http("GET", "/metrics").body)
+
+
+def _audited(node: TestNode, act: str) -> list[tuple[str, str]]:
+    lines = audit.read(node.state / "logs" / "audit.log", 0.0)
+    return [(line["name"], line["outcome"]) for line in lines if line["act"] == act]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from guides import ROOT, Reader, blocks, commands
 
-INSTALL, WRITE, RELOAD, ENABLE, _, _, _, *CONTAINER = commands("docs/service.md")
+INSTALL, WRITE, RELOAD, ENABLE, _, _, _, _, _, _, *CONTAINER = commands("docs/service.md")
 
 
 def test_a_service_is_written_as_it_was_shown(tmp_path: Path) -> None:

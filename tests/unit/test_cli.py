@@ -256,6 +256,9 @@ class Node:
                 yield a.Said(data=json.dumps(STATUS).encode())
             case a.Functions():
                 yield a.Said(data=json.dumps({"functions": [FUNCTION]}).encode())
+            case a.DrainGpu(gpu=gpu, undo=undo, waits=waits):
+                state = "missing" if undo else "drained" if waits else "drains"
+                yield a.Said(data=json.dumps({"gpu": gpu, "state": state, "leases": 2}).encode())
             case a.Remove() | a.Restart() | a.Pin():
                 yield a.Said(data=b"{}")
         yield a.Done()
@@ -525,6 +528,38 @@ def test_what_somebody_wants_is_no_problem(dormouse: Any, monkeypatch: pytest.Mo
     ]
     assert [line for line in lines if line.startswith("!") or "gpu1 was" in line] == []
     assert dormouse("status", "--check").out == "nothing is wrong\n"
+
+
+def test_a_gpu_that_somebody_has_drained_is_said_and_is_no_problem(
+    dormouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = STATUS["gpus"]["0"]
+    empty = {key: type(value)() for key, value in gpu.items()} | {"state": "drained"}
+    monkeypatch.setitem(STATUS, "gpus", {"0": gpu | {"state": "drains", "seats": ["f"]}, "1": empty})
+    for words in ((), ("--all",)):
+        found = dormouse("status", *words).out
+        assert found.splitlines()[1:3] == [
+            "GPU 0 drains: leases that are to end: 1",
+            "GPU 1 is drained until `dormouse gpu undrain 1`",
+        ]
+        assert re.search(r"^1\t\(?drained", found, re.MULTILINE), found
+    assert dormouse("status", "--check").out == "nothing is wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "act", "state", "said"),
+    [
+        (("drain", "1"), a.DrainGpu(gpu=1, waits=True), "drained", "is drained: nothing of the node is there"),
+        (("drain", "1", "--no-wait"), a.DrainGpu(gpu=1), "drains", "drains: leases that are to end: 2"),
+        (("undrain", "1"), a.DrainGpu(gpu=1, undo=True), "missing", "serves again"),
+    ],
+)
+def test_gpu_drain_says_what_has_become_of_it(
+    words: tuple[str, ...], act: a.DrainGpu, state: str, said: str, dormouse: Any, node: Node
+) -> None:
+    assert dormouse("gpu", *words).out == f"GPU 1 {said}\n"
+    assert json.loads(dormouse("gpu", *words, "--json").out) == {"gpu": 1, "state": state, "leases": 2}
+    assert node.asked[-1] == act
 
 
 def test_status_for_scripts_says_by_its_exit_status_whether_anything_is_wrong(
@@ -1298,6 +1333,8 @@ ARGUMENTS: Final = {
     "doctor": (),
     "down": (),
     "drain": (),
+    "gpu drain": ("0",),
+    "gpu undrain": ("0",),
     "history": ("f",),
     "install-service": ("NOWHERE",),
     "invoke": ("f", "1"),

@@ -137,6 +137,7 @@ def test_a_gpu() -> None:
         "host_bps": 10**10,
         "switch_with": [],
         "peer_bps": {},
+        "state": "serves",
         "trouble": [],
         "last_preload": None,
     }

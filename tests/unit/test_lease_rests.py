@@ -77,6 +77,19 @@ def shared_rests(granules: int, rests_s: float) -> Played:
     return played
 
 
+def test_on_a_gpu_that_drains_none_rests() -> None:
+    played = Played()
+    first = played.wake("a")
+    played.step("a", idle=1)
+    played.do(m.DrainSeats(on=True))
+    played.do(e.Tick())
+    assert played.over == [], "it may have sequences"
+    played.now_s = 1.0
+    played.rests("a")
+    played.do(e.Tick())
+    assert played.over == [("a", m.SeatOver(serial=first, unneeded=True))]
+
+
 def test_when_a_shared_runtime_has_rested_all_of_its_leases_end() -> None:
     played = shared_rests(4, 0.0)
     played.now_s = SEAT_IDLE_S

@@ -8,6 +8,7 @@ from dormouse.core.config import NodeConfig, NodeSection, StartSection
 from dormouse.core.node.children import SILENCE_S, START_S, RunningRole
 from dormouse.core.node.registry import AWAY_S, Registry
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.startup import keep_drained_gpus
 
 
 def _registry(path: Path, listening: socket.socket, **epochs: int) -> Registry:
@@ -41,6 +42,21 @@ def test_roles_are_added_once_and_only_those_that_may_be(tmp_path: Path) -> None
             return found
 
     assert asyncio.run(added()) == [True, False, False, False]
+
+
+def test_the_executor_of_a_gpu_that_is_drained_is_none_of_the_node_s(tmp_path: Path) -> None:
+    """Neither of this node's, nor of one that takes over; whether it comes up or not."""
+
+    async def dismissed() -> list[object]:
+        with socket.socket() as listening:
+            registry, found = _registry(tmp_path, listening), list[object]()
+            registry.dismiss("gpu0", 0)
+            found.append("gpu0" in registry.roles)
+            found += [registry.add("gpu0"), "gpu0" in registry.roles]
+            keep_drained_gpus(str(tmp_path / "r"), [0])
+            return [*found, "gpu0" in _registry(tmp_path, listening).roles]
+
+    assert asyncio.run(dismissed()) == [False, True, True, False]
 
 
 def test_a_supervisor_that_was_stopped_takes_nobody_for_silent(tmp_path: Path) -> None:

@@ -67,6 +67,29 @@ def test_its_instance_takes_a_lease_when_it_wants_one() -> None:
     assert rig.policy.picture.tickets.keys() == {1}  # the request's
 
 
+def test_with_a_lease_on_a_gpu_that_is_drained_it_gets_no_more_requests_until_that_has_ended() -> None:
+    rig = model()
+    ticket = handed(ask(rig, 1))
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    rig.hear(m.GpusDrained(gpus=[0], left=1))
+    assert handed(ask(rig, 2)), "it may get one elsewhere"
+    rig.hear(m.Granted(request=acquire.request, lease=lease(4), wake_nbytes=9))
+    assert ask(rig, 3) == []
+    assert said(rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2)), e.Handover) == []
+    assert handed(rig.say("i1", m.LeaseEnded(serial=4, version=1)))
+
+
+@pytest.mark.parametrize("ends", [m.GpusDrained(gpus=[], left=2), m.LeaseLost(request=2)])
+def test_its_requests_go_on_when_the_gpu_serves_again_or_is_lost(ends: m.ControllerToRouter) -> None:
+    rig = model()
+    handed(ask(rig, 1))
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    rig.hear(m.Granted(request=acquire.request, lease=lease(4), wake_nbytes=9))
+    rig.hear(m.GpusDrained(gpus=[0], left=1))
+    assert (acquire.request, ask(rig, 2)) == (2, [])
+    assert handed(rig.hear(ends))
+
+
 def test_a_function_s_instance_may_not() -> None:
     rig = loaded()
     assert one(rig.say("i1", m.NeedLease(version=1)), m.LeaseRefused).code == "no_lease"

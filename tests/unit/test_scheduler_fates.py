@@ -29,6 +29,7 @@ STEP = st.one_of(
     st.tuples(st.just("up"), st.integers(0, 2)),
     st.tuples(st.just("down"), st.integers(0, 2)),
     st.tuples(st.just("leaves"), st.integers(0, 2)),
+    st.tuples(st.just("drained"), st.frozensets(st.integers(0, 2))),
     st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES), st.integers(0, 2)),
     st.tuples(st.just("tick"), st.integers(1, 10)),
     st.tuples(st.just("deployed"), st.sampled_from(INSTANCES)),
@@ -79,7 +80,7 @@ class Seats:
 
     def told(self, action: ev.Action) -> None:
         match action:
-            case ev.RetireExecutor(gpu=gpu):
+            case ev.RetireExecutor(gpu=gpu) | ev.DismissExecutor(gpu=gpu):
                 self.retired.add(gpu)
             case ev.WakeOn():
                 self.begin(action)
@@ -228,6 +229,8 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                 send(ev.ExecutorDown(gpu))
             case ("leaves", int(gpu)):
                 send(ev.ExecutorLeaves(gpu, epochs[gpu]))
+            case ("drained", frozenset() as drained):
+                send(ev.DrainChosen(tuple(sorted(drained))))
             case ("evicted", int(gpu), str(instance), int(size)):
                 if all(seats.leases[serial].instance != instance for serial in seats.of(gpu)):
                     send(ev.Evicted(gpu, epochs[gpu], ((instance, size * GIB),), pool(8 * GIB)))
@@ -246,6 +249,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                 pass
     assert all(count == 1 for count in fates.values()), fates
     assert set(fates) | open_requests == set(range(1, requests + 1))
+    send(ev.DrainChosen(()))
     if core.gpus:  # who has a turn uses it to the end: everybody else comes to theirs
         now_s += 60.0
         seats.now_s = now_s
