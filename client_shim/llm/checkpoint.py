@@ -7,6 +7,7 @@ tensors are taken, and only if the owner has said so. Which tensors a model want
 import json
 import math
 import os
+import re
 import struct
 import warnings
 import zipfile
@@ -17,7 +18,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from dormouse.client_shim.llm.folder import BadFolder, read_json
+from dormouse.client_shim.llm import firstbytes
+from dormouse.client_shim.llm.folder import BadFolder, first_bytes, read_json
 from dormouse.core.modelfolder import PICKLED
 
 MAX_HEADER_NBYTES: Final = 16 << 20
@@ -28,7 +30,9 @@ INDEX: Final = "model.safetensors.index.json"
 _PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
 _KINDS: Final = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}
 _NBYTES: Final = {kind: nbytes for nbytes, kinds in _KINDS.items() for kind in kinds.split()}
-_POINTER: Final = b"version https://git-lfs"
+_PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\..+")
+"""The name of one of several files."""
+
 _SERVED: Final = ("F32", "F16", "BF16")
 
 
@@ -76,12 +80,24 @@ def _files(folder: str, single: str, index: str) -> list[str]:
         if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
             raise BadFolder(f"{index} has no weight_map")
         names = sorted(set(weights.values()))
+        _check_parts(folder, names, index)
     for name in names:
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise BadFolder(f"{index} names {name!r}, which is no file of the folder")
         if not os.path.isfile(os.path.join(folder, name)):
-            raise BadFolder(f"the folder has no {name}")
+            part = next((each for each in sorted(os.listdir(folder)) if name == single and _PART.fullmatch(each)), "")
+            raise BadFolder(
+                f"the folder has no {name}" + (f", and no {index}, which says what {part} is" if part else "")
+            )
     return names
+
+
+def _check_parts(folder: str, names: Iterable[str], index: str) -> None:
+    """Raises BadFolder for a part of this model that the index does not name."""
+    counts = {found[1] for name in names if (found := _PART.fullmatch(name))}
+    for name in sorted(set(os.listdir(folder)) - set(names)):
+        if (found := _PART.fullmatch(name)) and found[1] in counts and name.endswith((".safetensors", *PICKLED)):
+            raise BadFolder(f"{index} does not name {name}: the two are of different downloads")
 
 
 class SafetensorsFiles:
@@ -112,12 +128,17 @@ def _header(path: str, name: str) -> dict[str, StoredTensor]:
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if start == _POINTER[:8]:
-            raise BadFolder(f"{name} is a Git LFS pointer, not the weights: run `git lfs pull` in the folder")
-        if not 0 < length <= min(size, MAX_HEADER_NBYTES):
+        if not 0 < length <= min(size - 8, MAX_HEADER_NBYTES):
+            begins = start + file.read(firstbytes.LOOKED_AT - 8)
+            if what := firstbytes.weights_mistaken(begins, size, "safetensors file"):
+                raise BadFolder(f"{name} {what}")
+            if len(start) < 8:
+                raise BadFolder(f"{name} is truncated: it has {size} bytes")
+            if size - 8 < length <= MAX_HEADER_NBYTES:
+                raise BadFolder(f"{name} is truncated: it has {size:,} bytes, and its header alone {length:,}")
             raise BadFolder(f"{name} is no safetensors file: its header has {length:,} bytes")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_once)
             said = {key: each for key, each in header.items() if key != "__metadata__"}
             spans = sorted((*map(_whole, each["data_offsets"]), key) for key, each in said.items())
             found = {
@@ -137,6 +158,14 @@ def _header(path: str, name: str) -> dict[str, StoredTensor]:
         end = ends
     if 8 + length + end != size:
         raise BadFolder(f"{name} is truncated: it has {size:,} of {8 + length + end:,} bytes")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {max(names, key=names.count)!r} twice")
     return found
 
 
@@ -168,8 +197,13 @@ class PickledFiles:
 
 
 def _unpickled(path: str, name: str) -> dict[str, torch.Tensor]:
+    start, nbytes = first_bytes(os.path.dirname(path), name)
+    zipped = zipfile.is_zipfile(path)
+    if what := firstbytes.weights_mistaken(start, nbytes, "pickle" if start[:1] == b"\x80" else "ZIP archive"):
+        raise BadFolder(f"{name} {what}")
+    if start.startswith(b"PK") and not zipped:
+        raise BadFolder(f"{name} is truncated: it begins as torch.save writes, and has no end; download it again")
     try:
-        zipped = zipfile.is_zipfile(path)
         if zipped and any(each.compress_type != zipfile.ZIP_STORED for each in zipfile.ZipFile(path).infolist()):
             raise BadFolder(f"{name} is compressed, which torch.save never does")
         with warnings.catch_warnings(action="ignore"):  # of its old protocol

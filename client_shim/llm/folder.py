@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, Final
 
+from dormouse.client_shim.llm import firstbytes
 from dormouse.schemas import rope
 from dormouse.schemas.llm import FAMILIES, MOST_LAYERS, DecoderSpec, Dtype
 
@@ -39,21 +40,41 @@ class BadFolder(Exception):
 
 def read_json(folder: str, name: str, most_nbytes: int = MAX_JSON_NBYTES) -> dict[str, Any]:
     """Raises BadFolder."""
-    try:
-        with open(os.path.join(folder, name), "rb") as file:
-            data = file.read(most_nbytes + 1)
-        if len(data) > most_nbytes:
-            raise BadFolder(f"{name} has more than {most_nbytes:,} bytes")
-        value = json.loads(data)
-    except FileNotFoundError:
-        raise BadFolder(f"the folder has no {name}") from None
-    except RecursionError:
-        raise BadFolder(f"{name} cannot be read: it is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise BadFolder(f"{name} cannot be read: {error}") from error
+    value = read_any(folder, name, most_nbytes)
     if not isinstance(value, dict):
         raise BadFolder(f"{name} is not a JSON object")
     return value
+
+
+def read_any(folder: str, name: str, most_nbytes: int = MAX_JSON_NBYTES) -> Any:
+    """Whatever JSON it has. Raises BadFolder."""
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            data = file.read(most_nbytes + 1)
+    except FileNotFoundError:
+        raise BadFolder(f"the folder has no {name}") from None
+    except OSError as error:
+        raise BadFolder(f"{name} cannot be read: {error}") from error
+    if len(data) > most_nbytes:
+        raise BadFolder(f"{name} has more than {most_nbytes:,} bytes")
+    if what := firstbytes.mistaken(data[: firstbytes.LOOKED_AT], len(data)):
+        raise BadFolder(f"{name} {what}")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise BadFolder(f"{name} cannot be read: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        if error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated"):
+            raise BadFolder(f"{name} cannot be read: it ends in the middle; download it again") from error
+        raise BadFolder(f"{name} cannot be read: {error}; it begins with {error.doc.strip()[:40]!r}") from error
+    except ValueError as error:
+        raise BadFolder(f"{name} cannot be read: {error}") from error
+
+
+def first_bytes(folder: str, name: str) -> tuple[bytes, int]:
+    """And how many there are. Raises OSError."""
+    with open(os.path.join(folder, name), "rb") as file:
+        return file.read(firstbytes.LOOKED_AT), os.fstat(file.fileno()).st_size
 
 
 def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:

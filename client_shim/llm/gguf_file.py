@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from dormouse.client_shim.llm.checkpoint import StoredTensor
-from dormouse.client_shim.llm.folder import BadFolder
+from dormouse.client_shim.llm.firstbytes import weights_mistaken
+from dormouse.client_shim.llm.folder import BadFolder, first_bytes
 from dormouse.client_shim.llm.gguf_fields import settled
 from dormouse.client_shim.llm.gguf_header import check_header
 from dormouse.schemas.llm import FAMILIES
@@ -27,6 +28,8 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
     """As ``config.json`` would say it. Raises BadFolder."""
     path = os.path.join(folder, name)
     try:
+        if what := weights_mistaken(*first_bytes(folder, name), "GGUF file"):
+            raise BadFolder(f"{name} is no GGUF file: it {what}")
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
@@ -46,13 +49,17 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
         config: dict[str, Any] = known.load_gguf_checkpoint(path)["config"]
         reader = gguf.GGUFReader(path)
         architecture = str(known.read_field(reader, "general.architecture")[0])
-        start = f"{architecture}."
+        parts, start = reader.fields.get("split.count"), f"{architecture}."
         fields = {
             key.removeprefix(start): each.contents() for key, each in reader.fields.items() if key.startswith(start)
         }
     except Exception as error:  # whatever a stranger's file makes it raise
-        raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        text = f"{name} cannot be read: {type(error).__name__}: {error}"
+        raise BadFolder(f"{text}; it may be truncated: download it again") from error
     config = {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
+    if parts is not None and parts.contents() > 1:
+        text = "join them with llama.cpp's llama-gguf-split --merge"
+        raise BadFolder(f"{name} is one of {parts.contents()} parts of a model: {text}")
     if config.get("model_type") not in FAMILIES:
         return config  # is refused for that
     if any(key.startswith("rope.scaling.") and fields[key] not in ("none", "", 0) for key in fields):

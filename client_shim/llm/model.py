@@ -3,10 +3,11 @@
 import os
 from collections.abc import Sequence
 from os.path import join
-from typing import Any
+from typing import Any, Final
 
 from dormouse.client_shim.llm.decoding import Decoding, of_library
-from dormouse.client_shim.llm.folder import BadFolder, read_json
+from dormouse.client_shim.llm.firstbytes import mistaken
+from dormouse.client_shim.llm.folder import BadFolder, first_bytes, read_any, read_json
 from dormouse.client_shim.llm.gguf_file import gguf_ends
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.requests import RefusedRequest
@@ -16,24 +17,48 @@ from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tools import ToolFormat
 from dormouse.schemas.llm import DecoderSpec, DefaultSampling
 
+MAX_TOKENIZER_NBYTES: Final = 256 << 20
+"""Ten times as many as the largest has."""
+
+_FILES: Final = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+
 
 def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
     """``gguf``: the file that it is in. Raises BadFolder."""
     from transformers import AutoTokenizer
 
     where: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    names = [] if gguf else [name for name in _FILES if os.path.isfile(join(folder, name))]
+    for name in names:  # some readers take any text for a few tokens
+        if what := mistaken(*first_bytes(folder, name)):
+            raise BadFolder(f"{name} {what}")
     try:
         found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **where)
         found.encode("a")
     except BaseException as error:  # whatever a stranger's files make it raise
         if not of_library(error):
             raise
-        raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
+        raise BadFolder(f"the folder has no tokenizer that can be used: {_broken(folder, names) or error}") from error
     # Of a GGUF file transformers adds tokens that a family is used to have; what a text has of them is refused.
     if (found.vocab_size if gguf else len(found)) > vocabulary:
         text = f"the tokenizer has {len(found):,} tokens, the model {vocabulary:,}"
         raise BadFolder(f"{text}: these are files of two models")
     return found
+
+
+def _broken(folder: str, names: Sequence[str]) -> str:
+    """Which of its files is no JSON, and why; "" if all are."""
+    try:
+        for name in names:
+            if name.endswith(".json"):
+                read_any(folder, name, MAX_TOKENIZER_NBYTES)
+    except BadFolder as error:
+        return str(error)
+    return ""
 
 
 class Words:

@@ -4,13 +4,12 @@ Runs in the sandbox. A folder that has none of these files gets what its family 
 tokens for encoders, the last token for decoders, each of length one.
 """
 
-import json
 import os
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from dormouse.client_shim.llm.folder import MAX_JSON_NBYTES, BadFolder, read_json
+from dormouse.client_shim.llm.folder import BadFolder, read_any, read_json
 
 MODULES: Final = "modules.json"
 _MODES: Final = {
@@ -69,10 +68,8 @@ def pooling_of(folder: str, decoder: bool) -> Pooling:
 def _modules(folder: str) -> list[tuple[str, str]]:
     """Kind and folder of each."""
     try:
-        with open(os.path.join(folder, MODULES), "rb") as file:
-            found = json.loads(file.read(MAX_JSON_NBYTES))
-        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in found]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in read_any(folder, MODULES)]
+    except (LookupError, TypeError) as error:
         raise BadFolder(f"{MODULES} cannot be read: {error!r}") from error
     for _, path in modules:
         if os.path.basename(path) != path or path in (".", ".."):

@@ -72,6 +72,17 @@ def test_headers_that_do_not_say_the_truth(tmp_path: Path, small: None, change: 
         examine(tmp_path)
 
 
+def test_a_header_that_has_a_name_twice(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    text = data[8 : 8 + length].strip()
+    twice = text[:-1] + b"," + json.dumps(NORM).encode() + b":" + json.dumps(json.loads(text)[NORM]).encode() + b"}"
+    path.write_bytes(struct.pack("<Q", len(twice)) + twice + data[8 + length :])
+    assert f"it has '{NORM}' twice" in refused(tmp_path)
+
+
 def test_files_that_are_truncated_or_none(tmp_path: Path) -> None:
     make_folder(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -79,8 +90,9 @@ def test_files_that_are_truncated_or_none(tmp_path: Path) -> None:
     for content, what in (
         (whole[:-100], "is truncated"),
         (whole + b"more", "is truncated"),
-        (whole[:1000], "no safetensors file"),
-        (b"", "no safetensors file"),
+        (whole[:1000], "is truncated: it has 1,000 bytes, and its header alone "),
+        (whole[:5], "is truncated: it has 5 bytes"),
+        (b"", "is empty"),
         (struct.pack("<Q", 1 << 40) + b"{}", "no safetensors file"),
         (struct.pack("<Q", 2000) + b"[" * 2000, "no safetensors file"),
     ):
@@ -119,7 +131,7 @@ def test_shards(tmp_path: Path) -> None:
         ({**said, NORM: ".."}, "is no file of the folder"),
         ({**said, NORM: "other.safetensors"}, "the folder has no other.safetensors"),
         ({**said, NORM: "link"}, "and so has another file"),
-        (dict.fromkeys(said, first), "the weights lack"),
+        (dict.fromkeys(said, first), "does not name model-00002-of-00002.safetensors"),
         ([], "has no weight_map"),
         ({NORM: 1}, "has no weight_map"),
     ):
@@ -130,6 +142,9 @@ def test_shards(tmp_path: Path) -> None:
     assert f"{first} is truncated" in refused(tmp_path)
     (tmp_path / first).unlink()
     assert f"the folder has no {first}" in refused(tmp_path)
+    (tmp_path / checkpoint.INDEX).unlink()
+    said_now = refused(tmp_path)
+    assert "no model.safetensors, and no model.safetensors.index.json, which says what model-00002-of" in said_now
 
 
 def test_what_older_files_have_beside_the_weights_is_left_out(tmp_path: Path) -> None:
@@ -297,7 +312,8 @@ def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
 
     for content, what in (
         (b"", "is no GGUF file"),
-        (b"nothing", "does not begin as one"),
+        (b"nothing", "is a text, which begins with 'nothing'"),
+        (b"\xffnothing", "does not begin as one"),
         (b"GGUF", "ends in the middle"),
         (whole[:1000], "ends in the middle"),
         (whole[: len(whole) - 1000], "cannot be read"),
@@ -412,7 +428,7 @@ def test_a_stored_head_that_differs_from_the_embeddings_is_the_models_own(tmp_pa
 def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
     make_folder(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    assert "is a Git LFS pointer, not the weights: run `git lfs pull`" in refused(tmp_path)
+    assert "is a Git LFS pointer, not the file itself: run `git lfs pull`" in refused(tmp_path)
 
 
 def test_an_older_name_of_the_kind_of_rope_beside_the_new_one(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""What a file is that is not what its name says: told by its first bytes. Pure.
+
+So arrive what downloads leave: pointers of Git LFS, pages of a web server, texts of an error, half of a file, and files
+of another format under a name that somebody gave them.
+"""
+
+import re
+from typing import Final
+
+LOOKED_AT: Final = 512
+"""Bytes: more than a pointer has."""
+
+_AGAIN: Final = "download it again"
+_PAGES: Final = (b"<!doctype", b"<html", b"<head", b"<body", b"<?xml")
+_MAGICS: Final = {
+    b"GGUF": "GGUF file",
+    b"PK\x03\x04": "ZIP archive",
+    b"\x1f\x8b": "gzip archive",
+    b"\x28\xb5\x2f\xfd": "Zstandard archive",
+    b"\x89HDF": "HDF5 file",
+}
+_PICKLE: Final = re.compile(rb"\x80[\x02-\x05]")
+_SAFETENSORS: Final = re.compile(rb".{4}\x00{4}\{\s*\"", re.DOTALL)
+_TEXT: Final = re.compile(rb"[\t\n\r -~]*")
+
+
+def mistaken(start: bytes, nbytes: int, but: str = "") -> str:
+    """What to say of a file that begins so and has so many bytes; "" if nothing is known. ``but``: the kind that it is
+    to be, as messages have it.
+    """
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull` in the folder"
+    if nbytes == 0:
+        return f"is empty: {_AGAIN}"
+    if not start.strip(b"\x00"):
+        return f"begins with {len(start)} zeros, as what a download has not reached: {_AGAIN}"
+    if start.lstrip(b"\xef\xbb\xbf\t\r\n ").lower().startswith(_PAGES):
+        return "is a web page, not the file itself: download that, with `hf download` or by its address with /resolve/"
+    kinds = [kind for magic, kind in _MAGICS.items() if start.startswith(magic)]
+    kinds += ["pickle"] * bool(_PICKLE.match(start)) + ["safetensors file"] * bool(_SAFETENSORS.match(start))
+    if kinds and kinds[0] != but:
+        return f"is a {kinds[0]}: its name says something else"
+    return ""
+
+
+def weights_mistaken(start: bytes, nbytes: int, but: str = "") -> str:
+    """The same of a file that cannot be a text."""
+    if (what := mistaken(start, nbytes, but)) or not _TEXT.fullmatch(start):
+        return what
+    first = start.decode("ascii").strip().partition("\n")[0][:80]
+    return f"is a text, which begins with {first!r}: {_AGAIN}"
