@@ -1,7 +1,8 @@
-"""Settings of Hypothesis for all unit tests."""
+"""Settings of Hypothesis for all unit tests; and Triton's interpreter, before anything imports Triton."""
 
 import os
 
+import triton_here  # noqa: F401
 from hypothesis import HealthCheck, settings
 
 # A machine that is busy with other tests may stop a process for longer than Hypothesis gives an example, or all that it

@@ -176,7 +176,7 @@ def status_of(**changes: int) -> os.stat_result:
     """A file of the disk 8:1, last touched an hour ago."""
     hour_ago_ns = time.time_ns() - 3_600_000_000_000
     values = {"st_dev": os.makedev(8, 1), "st_mtime_ns": hour_ago_ns, "st_ctime_ns": hour_ago_ns} | changes
-    return os.stat_result((0o100644, 9, values["st_dev"], 1, 0, 0, 100, 0, 0, 0), values)
+    return os.stat_result((0o100644, 9, values.pop("st_dev"), 1, 0, 0, 100, 0, 0, 0), values)
 
 
 @pytest.mark.parametrize(

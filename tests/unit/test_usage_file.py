@@ -1,6 +1,7 @@
 """What was used is there again after a restart; a file that is damaged is no reason not to serve."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, content: bytes | str) -> No
     else:
         _, file, _ = opened(path)
         file.close()
-        with sqlite3.connect(path) as db:
+        with closing(sqlite3.connect(path)) as db, db:
             if content == "version":
                 db.execute("PRAGMA user_version=99")
             else:

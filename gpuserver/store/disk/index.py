@@ -7,7 +7,7 @@ all the time, over a connection of their own, so that a reader does not wait for
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -75,33 +75,37 @@ class Index:
 
     def __init__(self, path: Path | None, segments: Path | None = None) -> None:
         name = ":memory:" if path is None else str(path)
-        try:
-            self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            (found,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found not in (0, SCHEMA_VERSION):
-                raise ConfigError(
-                    f"{path} is a store's index of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
-                    "use another state directory"
-                )
-            if not found:
-                if segments is not None and any(segments.glob("*/*")):
+        with ExitStack() as undo:
+            try:
+                self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False)
+                undo.callback(self._db.close)
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
+                (found,) = self._db.execute("PRAGMA user_version").fetchone()
+                if found not in (0, SCHEMA_VERSION):
                     raise ConfigError(
-                        f"{path} is lost or empty, but {segments} has models, which nothing else tells apart; {RESTORE}"
+                        f"{path} is a store's index of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
+                        "use another state directory"
                     )
-                for statement in _SCHEMA:
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            self.first_id = self._reserve_ids()
-            self.segments, self.functions = self._read()
-            self._reader = self._db if path is None else sqlite3.connect(name, isolation_level=None)
-        except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
-            raise ConfigError(
-                f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
-            ) from error
-        except sqlite3.DatabaseError as error:
-            raise ConfigError(f"{path}: {error}; {RESTORE}") from error
+                if not found:
+                    if segments is not None and any(segments.glob("*/*")):
+                        raise ConfigError(
+                            f"{path} is lost or empty, but {segments} has models, which nothing else tells apart; "
+                            f"{RESTORE}"
+                        )
+                    for statement in _SCHEMA:
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+                self.first_id = self._reserve_ids()
+                self.segments, self.functions = self._read()
+                self._reader = self._db if path is None else sqlite3.connect(name, isolation_level=None)
+            except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
+                raise ConfigError(
+                    f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
+                ) from error
+            except sqlite3.DatabaseError as error:
+                raise ConfigError(f"{path}: {error}; {RESTORE}") from error
+            undo.pop_all()
 
     def _reserve_ids(self) -> int:
         row = self._db.execute("SELECT next_id FROM runs").fetchone()
