@@ -143,7 +143,9 @@ def _plain(value: Any) -> Any:
         return [wire.DEVICE]
     if isinstance(value, torch.Generator):
         return [wire.GENERATOR, generator_number(value)]
-    raise NotImplementedError(f"an argument of type {type(value).__name__} cannot be sent to the GPU's executor")
+    kind = type(value).__name__
+    way = "a quantized module stays on the CPU, with its inputs: x.cpu()" if kind == "ScriptObject" else "use x.cpu()"
+    raise NotImplementedError(f"an argument of type {kind} cannot be sent to the GPU's executor: {way}")
 
 
 def told(results: list[Any], changes: list[Any], listed: bool) -> Plan:

@@ -4,8 +4,11 @@ What only observes does nothing; what one device makes trivial does that; the re
 """
 
 import contextlib
+import errno
 import importlib
 import itertools
+import socket
+import sys
 import threading
 from typing import Any, Final
 
@@ -13,6 +16,7 @@ import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import nothing, patch, raising, raising_class
+from dormouse.client_shim.torch_face.import_hooks import when_imported
 
 _SYNC_MODES: Final = {"default": 0, "warn": 1, "error": 2}
 
@@ -49,6 +53,8 @@ def install() -> None:
         answers[name] = refuse(f"torch.cuda.{name}()", plain)
     for name in ("caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "use_mem_pool"):
         answers[name] = refuse(f"torch.cuda.{name}()", allocator)
+    for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
+        answers[name] = refuse(f"torch.cuda.memory.{name}()", f"{allocator} See torch.cuda.memory_summary().")
     for name in ("MemPool", "CUDAPluggableAllocator"):
         answers[name] = raising_class(name, _text(f"torch.cuda.{name}", allocator))
     answers["GreenContext"] = raising_class("GreenContext", _text("torch.cuda.GreenContext", plain), "create")
@@ -59,6 +65,7 @@ def install() -> None:
             patch(cuda.memory, name, answer)
     _install_modules(cuda)
     _install_one_device()
+    when_imported("torch.distributed.distributed_c10d", _install_process_groups)
 
 
 def _install_modules(cuda: Any) -> None:
@@ -89,6 +96,27 @@ def _install_one_device() -> None:
     patch(bindings, "_broadcast", lambda tensor, devices: [_to_one(tensor, devices)])
     patch(bindings, "_broadcast_coalesced", lambda tensors, devices, size: [[_to_one(t, devices) for t in tensors]])
     patch(bindings, "_gather", _gather)
+
+
+def _install_process_groups(module: Any) -> None:
+    real = module.init_process_group
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend is None or "nccl" in str(backend) or not _has_loopback():
+            raise RuntimeError(
+                f"a process group ({backend or 'nccl'}) cannot work in a Dormouse function: it is one process with one "
+                "GPU, and has no network to others. Use the model without DistributedDataParallel or FSDP"
+            )
+        real(backend, *args, **kwargs)
+
+    patch(module, "init_process_group", init_process_group)
+    if "torch.distributed" in sys.modules:
+        patch(sys.modules["torch.distributed"], "init_process_group", init_process_group)
+
+
+def _has_loopback() -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", 1)) != errno.ENETUNREACH
 
 
 class _Scatter:

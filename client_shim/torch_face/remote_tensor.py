@@ -234,10 +234,15 @@ def _sign(
 
 def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operands: list[Any]) -> None:
     if value.device.type != "cpu":
+        metas.check_layout(value.layout)
+        if value.device.type == "cuda":
+            raise NotImplementedError(
+                f"{operation.name}: a {type(value).__name__} on cuda has no bytes on the GPU of a Dormouse function: "
+                "compilers trace with such tensors. Trace or compile the model on the CPU, and move what comes of it"
+            )
         raise RuntimeError(
             "Expected all tensors to be on the same device, "
-            f"but found at least two devices, cuda:0 and {value.device}! "
-            f"(in {operation.name}; a tensor on cuda that Dormouse did not make has lost its handle)"
+            f"but found at least two devices, cuda:0 and {value.device}! (in {operation.name})"
         )
     if value.dim() > 0 and operation.name not in HOST_OPERANDS:
         raise RuntimeError(

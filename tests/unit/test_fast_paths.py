@@ -243,6 +243,7 @@ def _jagged(**how: Any) -> Any:
     return torch.nested.nested_tensor([torch.arange(3.0), torch.arange(5.0)], **how)
 
 
+QUANTIZATION: Any = torch.ao.quantization
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "jagged": (lambda: _jagged(device=CUDA, layout=torch.jagged), "nested tensors .*: pad them, and mask"),
     "nested": (lambda: _jagged(device=CUDA).to_padded_tensor(0.0), "nested tensors .*: pad them, and mask"),
@@ -255,12 +256,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a fused optimizer": (lambda: _step(fused=True), "fused optimizers .*: leave out fused=True"),
     "sparse": (lambda: torch.eye(2).to_sparse().to(CUDA), r"sparse.* tensors .*: call to_dense\(\)"),
+    "compressed sparse": (
+        lambda: torch.sparse.mm(torch.eye(2).to_sparse_csr().to(CUDA), torch.ones(2, 2, device=CUDA)),
+        r"sparse_csr tensors .*: call to_dense\(\)",
+    ),
+    "a tensor of a compiler": (lambda: _traced(), "FakeTensor on cuda .*[Cc]ompile the model on the CPU"),
+    "a quantized module": (
+        lambda: QUANTIZATION.quantize_dynamic(nn.Sequential(nn.Linear(4, 2)))(torch.ones(1, 4, device=CUDA)),
+        "a quantized module stays on the CPU",
+    ),
+    "a process group": (lambda: torch.distributed.init_process_group("nccl"), "without DistributedDataParallel"),
+    "a process group by default": (lambda: torch.distributed.init_process_group(), "has no network to others"),
+    "memory's history": (lambda: torch.cuda.memory._record_memory_history(), "See torch.cuda.memory_summary"),
     "a graph": (lambda: torch.cuda.CUDAGraph(), "Run the code eagerly"),
     "an operator on functions": (
         lambda: torch.ops.higher_order.run_const_graph(torch.square, (torch.ones(1).cuda(),)),
         r"run_const_graph is not supported .*Python's own `if` and `for`",
     ),
 }
+
+
+def _traced() -> None:
+    fake_tensor: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(2, device="cuda")
+    torch.ones(2, device=CUDA) + fake
 
 
 def _step(**how: Any) -> None:
