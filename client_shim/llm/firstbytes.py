@@ -36,16 +36,23 @@ def mistaken(start: bytes, nbytes: int, but: str = "") -> str:
         return f"begins with {len(start)} zeros, as what a download has not reached: {_AGAIN}"
     if start.lstrip(b"\xef\xbb\xbf\t\r\n ").lower().startswith(_PAGES):
         return "is a web page, not the file itself: download that, with `hf download` or by its address with /resolve/"
-    kinds = [kind for magic, kind in _MAGICS.items() if start.startswith(magic)]
-    kinds += ["pickle"] * bool(_PICKLE.match(start)) + ["safetensors file"] * bool(_SAFETENSORS.match(start))
-    if kinds and kinds[0] != but:
-        return f"is a {kinds[0]}: its name says something else"
+    if (kind := _kind(start)) and kind != but:
+        return f"is a {kind}: its name says something else"
     return ""
+
+
+def _kind(start: bytes) -> str:
+    """As messages have it; "" for any other."""
+    if _PICKLE.match(start):
+        return "pickle"
+    if _SAFETENSORS.match(start):
+        return "safetensors file"
+    return next((kind for magic, kind in _MAGICS.items() if start.startswith(magic)), "")
 
 
 def weights_mistaken(start: bytes, nbytes: int, but: str = "") -> str:
     """The same of a file that cannot be a text."""
-    if (what := mistaken(start, nbytes, but)) or not _TEXT.fullmatch(start):
+    if (what := mistaken(start, nbytes, but)) or not _TEXT.fullmatch(start) or _kind(start):
         return what
     first = start.decode("ascii").strip().partition("\n")[0][:80]
     return f"is a text, which begins with {first!r}: {_AGAIN}"
