@@ -1,9 +1,10 @@
 """How often something may be: token buckets. Pure; time is an argument."""
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Bucket:
     """Holds up to ``burst`` tokens and gains ``rate_s`` a second; each event takes one. What costs more than was known
     beforehand is charged afterwards, and may leave it with less than none.
@@ -38,3 +39,16 @@ class Bucket:
         passed_s = max(0.0, now_s - self.seen_s)  # a clock that was set back takes nothing away
         self.tokens = min(self.burst, self.tokens + passed_s * self.rate_s)
         self.seen_s = now_s
+
+
+class SharedBuckets:
+    """A bucket for all that have a name in common, as long as one of them has it."""
+
+    def __init__(self, rate_s: float, burst: float) -> None:
+        self._rate_s, self._burst = rate_s, burst
+        self._buckets: WeakValueDictionary[str, Bucket] = WeakValueDictionary()
+
+    def of(self, name: str, now_s: float) -> Bucket:
+        if (bucket := self._buckets.get(name)) is None:
+            self._buckets[name] = bucket = Bucket.full(self._rate_s, self._burst, now_s)
+        return bucket

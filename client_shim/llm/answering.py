@@ -320,7 +320,7 @@ class Answering:
             self._send(m.Returned(request=request.number, body=b"", nbytes=0, tokens=request.counts))
 
     def _part(self, request: OpenRequest, data: bytes) -> None:
-        if self._parts_nbytes + len(data) > m.BATCH_NBYTES:
+        if self._parts_nbytes + len(data) > m.BATCH_NBYTES or len(self._parts) == m.BATCH_PARTS:
             self._send_parts()
         request.room_nbytes -= len(data)
         self._parts.append(m.AnswerPart(request=request.number, body=data, kind=None if request.sent else m.SSE))

@@ -7,6 +7,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from dormouse.core.rate import Bucket
 from dormouse.schemas.errors import RemoteProtocolError
 
 In = TypeVar("In")
@@ -21,6 +22,12 @@ MAX_MESSAGE_NBYTES: Final = 64 << 20
 READ_BURST: Final = 64
 """Messages handled before other callbacks of the loop get a turn."""
 
+STRANGER_BURST: Final = 16
+"""The same from a peer that has a pace: half a millisecond of the router's time."""
+
+STRANGER_RATE_S: Final = 10_000
+"""What all instances of a tenant may cost a process in a second, beside what they are asked."""
+
 
 class End(ABC):
     """An end of a link of undecoded messages.
@@ -31,6 +38,9 @@ class End(ABC):
         hwm: messages that may wait to be sent.
         hwm_nbytes: and their bytes; a `RawLink` counts them.
         owner: the user who alone may connect, by default this process's.
+        pace: what a stranger may cost, whose messages this process would else do nothing but read. A message costs one,
+            and so does what completes none. Who has spent it all is not read for a while; nothing is lost. A `RawLink`
+            has it.
     """
 
     def __init__(
@@ -44,12 +54,13 @@ class End(ABC):
         hwm: int = HIGH_WATER_MARK,
         hwm_nbytes: int = sys.maxsize,
         owner: int | None = None,
+        pace: Bucket | None = None,
     ) -> None:
         self.path = path
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._hwm, self._hwm_nbytes = hwm, hwm_nbytes
-        self._owner = owner
+        self._owner, self._pace = owner, pace
         self._open(bind, max_nbytes)
 
     @abstractmethod

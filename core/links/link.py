@@ -16,7 +16,7 @@ from collections import deque
 from typing import Final, TypeVar
 
 from dormouse.core.links import zmtp
-from dormouse.core.links.ends import READ_BURST, End, Typed
+from dormouse.core.links.ends import READ_BURST, STRANGER_BURST, End, Typed
 from dormouse.core.links.loan import Loan
 from dormouse.core.links.sockets import checked_path, connected, listener_at, received, remove_path, sent
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
@@ -48,11 +48,13 @@ class RawLink(End):
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._lent = False
+        self._pause: asyncio.TimerHandle | None = None  # meanwhile nobody is heard: see _spend
+        self._burst = READ_BURST if self._pace is None else STRANGER_BURST
         self._late = b""  # frames that go with the next one
         self._late_at: asyncio.TimerHandle | None = None
         self._listener = listener_at(self.path, owner=self._owner) if bind else None
         if self._listener is not None:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+            self._look()
         else:
             self._connect(RECONNECT_S)
 
@@ -66,6 +68,7 @@ class RawLink(End):
             return
         self._loop.remove_reader(self._listener.fileno())  # one peer at a time
         self._meet(peer)
+        self.spend(1)
 
     def _connect(self, pause_s: float) -> None:
         """Try now, and again after ``pause_s`` while nobody listens: who starts first is not known."""
@@ -79,7 +82,7 @@ class RawLink(End):
         peer.setblocking(False)
         self._peer = peer
         self._reader = zmtp.Reader(self._max_nbytes)
-        self._loop.add_reader(peer.fileno(), self._ready)
+        self._look()
         self._sent(zmtp.OPENING)
 
     def _part(self) -> None:
@@ -94,7 +97,15 @@ class RawLink(End):
         self._late = b""
         self._outbox.clear()
         self._waiting_nbytes = 0
-        if self._listener is not None and not self._closed:
+        self._look()
+
+    def _look(self) -> None:
+        """Hear the peer, or who comes next."""
+        if self._closed or self._lent or self._pause is not None:
+            return
+        if self._peer is not None:
+            self._loop.add_reader(self._peer.fileno(), self._ready)
+        elif self._listener is not None:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     @property
@@ -177,7 +188,7 @@ class RawLink(End):
     # -- hearing
 
     def _ready(self) -> None:
-        if self._heard or self._peer is None:
+        if self._heard or self._peer is None or self._pause is not None:
             return  # the rest of the last burst first
         data = received(self._peer)
         if data is None:
@@ -198,16 +209,38 @@ class RawLink(End):
         if not self._greeted or self._outbox:
             self._greeted = self._reader.greeted
             self._drain()
+        self.spend(self._reader.commands + (not messages))
+        self._reader.commands = 0
         self._heard.extend(messages)
         self._deliver()
 
     def _deliver(self) -> None:
-        for _ in range(min(READ_BURST, len(self._heard))):
+        if self._pause is not None:
+            return
+        burst = min(self._burst, len(self._heard))
+        for _ in range(burst):
             if self._closed:
                 return
             self._on_message(self._heard.popleft())
-        if self._heard:
+        self.spend(burst)
+        if self._heard and self._pause is None:
             self._loop.call_soon(self._deliver)
+
+    def spend(self, cost: int) -> None:
+        """The peer has cost so much; less than nothing is what it may cost more than its pace says."""
+        if self._pace is None or self._closed:
+            return
+        now_s = self._loop.time()
+        self._pace.charge(now_s, cost)
+        if self._pause is None and (wait_s := self._pace.wait_s(now_s, 0.0)):
+            if not self._lent and (heard := self._peer or self._listener) is not None:
+                self._loop.remove_reader(heard.fileno())
+            self._pause = self._loop.call_later(wait_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._look()
+        self._deliver()
 
     # -- lending
 
@@ -237,7 +270,7 @@ class RawLink(End):
                 self._outbox.appendleft(loan.unsent)
                 self._waiting_nbytes += len(loan.unsent)
             self._drain()
-            self._loop.add_reader(self._peer.fileno(), self._ready)
+            self._look()
         self._heard.extend(loan.heard)
         self._deliver()
         if loan.trouble is not None and not self._closed:
@@ -248,7 +281,7 @@ class RawLink(End):
         if self._closed:
             return
         self._closed = True
-        for timer in (self._retry, self._late_at):
+        for timer in (self._retry, self._late_at, self._pause):
             if timer is not None:
                 timer.cancel()
         if not self._lent:

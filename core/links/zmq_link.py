@@ -64,6 +64,7 @@ class RawZmqLink(End):
 
     def _open(self, bind: bool, max_nbytes: int) -> None:
         assert self._owner is None, "ZeroMQ's library makes the path: it would be seen before it had its owner"
+        assert self._pace is None, "ZeroMQ's library reads ahead"
         self._bound = bind
         self._outbox: deque[bytes] = deque()
         self._closed = False

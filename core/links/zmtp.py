@@ -58,6 +58,7 @@ class Reader:
         self._kept = bytearray()
         self._wanted = GREETING_NBYTES  # bytes that must be there before it is worth looking
         self.greeted = False
+        self.commands = 0  # heard; who counts them clears it
         self.answer = b""
         """What the peer must be told, because it asked; whoever says it clears it."""
 
@@ -118,5 +119,6 @@ class Reader:
         raise RemoteProtocolError(f"a message of {length} bytes; at most {limit}")
 
     def _obey(self, body: bytes) -> None:
+        self.commands += 1
         if body.startswith(_PING):
             self.answer = _command(_PONG + body[len(_PING) + _PING_TTL_NBYTES :])

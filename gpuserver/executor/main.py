@@ -25,9 +25,11 @@ from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.evidence import Evidence
+from dormouse.core.links.ends import STRANGER_RATE_S
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link, RawLink
 from dormouse.core.links.loan import Loan
+from dormouse.core.rate import SharedBuckets
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands import operators, oplist
 from dormouse.gpuserver.device.allocator import ApproximateActivations
@@ -60,6 +62,7 @@ class Executor(Actor):
         super().__init__(role, epoch, config)
         self.gpu = int(role.removeprefix("gpu"))
         self.links: dict[str, RawLink] = {}  # by instance
+        self._paces = SharedBuckets(STRANGER_RATE_S, STRANGER_RATE_S)
         self.slabs: set[int] = set()
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
         self.evidence = Evidence.inherited()
@@ -302,6 +305,7 @@ class Executor(Actor):
                 hwm=LLM_HWM if attach.llm else INSTANCE_HWM,
                 hwm_nbytes=LLM_HWM_NBYTES if attach.llm else sys.maxsize,
                 owner=attach.uid,
+                pace=self._paces.of(attach.tenant, self.loop.time()),
             )
         except PeerLost as error:  # its directory is gone: it died while this was on its way
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))

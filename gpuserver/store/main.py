@@ -5,6 +5,7 @@ for places to which it writes changed storages back. This actor wires the parts:
 ingest/, what executors say to peers.py; the books of what all share are in memory/, what outlives the process in disk/.
 """
 
+import asyncio
 import os
 import resource
 import socket
@@ -14,10 +15,12 @@ from typing import Final
 from dormouse.core import tenants
 from dormouse.core.actor import Actor
 from dormouse.core.config import NodeConfig
+from dormouse.core.links.ends import STRANGER_RATE_S
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.listening import HEIR_FD, inherited_at
+from dormouse.core.rate import SharedBuckets
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import inboxes
 from dormouse.gpuserver.store.disk.blobs import Blobs
@@ -59,6 +62,7 @@ class Store(Actor):
         self.instances: dict[str, StoreInstance] = {}  # by instance
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._unclaimed: list[Segment] = []
+        self._paces = SharedBuckets(STRANGER_RATE_S, STRANGER_RATE_S)
         self._displaced: set[str] = set()  # instances that are to end, and have not yet
         self._opened = False
         self._heir: socket.socket | None = None  # where a successor finds what is left to it
@@ -273,7 +277,8 @@ class Store(Actor):
     def _attach(self, attach: m.AttachInstance, fd: int) -> None:
         arena = SharedMemory.adopt(fd, attach.arena.nbytes)
         scope = scope_of(self.config.node.sharing, attach)
-        attached = StoreInstance(attach, arena, scope, self.node, self._publish)
+        pace = self._paces.of(attach.tenant, asyncio.get_running_loop().time())
+        attached = StoreInstance(attach, arena, scope, self.node, pace, self._publish)
         try:
             attached.open()
         except PeerLost as error:

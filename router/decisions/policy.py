@@ -177,7 +177,7 @@ class RequestPolicy:
             case m.AnswerPart():
                 return serving.parts(p, instance, [message])
             case m.AnswerParts(parts=parts):
-                return serving.parts(p, instance, parts)
+                return len(parts) <= m.BATCH_PARTS and serving.parts(p, instance, parts)
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)
             case m.Raised(request=number) if serving.runs(p, instance, number):

@@ -20,10 +20,12 @@ from msgspec import structs
 from dormouse.core import answerhead
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
+from dormouse.core.links.ends import STRANGER_RATE_S
 from dormouse.core.links.link import Link
 from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
+from dormouse.core.rate import Bucket, SharedBuckets
 from dormouse.core.shm import SharedMemory
 from dormouse.core.times import utc
 from dormouse.router.decisions.failures import REFUSED
@@ -44,6 +46,11 @@ LLM_HIGH_WATER_MARK: Final = 4096
 
 FORGET_S: Final = 1.0
 """Pages that a large body has used are kept for the next one so long: new ones take ten times as long to write."""
+
+ASKED: Final = 4
+"""What an instance may cost more for each request, and whenever a client took more of an answer: messages about its
+lease, and the answer.
+"""
 
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,500}")
 """What can stand in a header without ending it."""
@@ -80,6 +87,7 @@ class InstanceHost:
         layout: m.Arena,
         on_message: Callable[[str, m.InstanceToRouter], None],
         on_garbage: Callable[[str, str], None],
+        pace: Bucket,
         log: Any,
     ) -> None:
         """Whatever a message of the instance raises, also in ``on_message``, is told as garbage and ends no other.
@@ -105,6 +113,8 @@ class InstanceHost:
                     self._ran(message.request)
                 if wrong := _wrong_head(message):
                     return on_garbage(name, wrong)
+                if isinstance(message, m.AnswerParts):
+                    self.link.spend(len(message.parts))
                 on_message(name, self.masked(message))
             except Exception as error:  # the outermost frame of this instance's session
                 log.error("instance_raised", instance=name, story=traceback.format_exc())
@@ -125,6 +135,7 @@ class InstanceHost:
                 max_nbytes=MESSAGE_NBYTES,
                 hwm=LLM_HIGH_WATER_MARK if self._at_once else HIGH_WATER_MARK,
                 owner=uid,
+                pace=pace,
             )
             undo.callback(self.link.close)
             os.chown(self.directory, uid, -1)
@@ -262,6 +273,7 @@ class Instances:
         self._paths = paths
         self._on_message = on_message
         self._on_garbage = on_garbage
+        self._paces = SharedBuckets(STRANGER_RATE_S, STRANGER_RATE_S)
         self._inboxes: dict[str, tuple[int, Poster[m.InboxPacket, m.InboxPacket]]] = {}  # by role: epoch, connection
         self._layout = m.Arena(
             request_nbytes=parse_nbytes(config.limits.body),
@@ -278,7 +290,10 @@ class Instances:
         return self._open(name, SESSION, os.getuid())
 
     def _open(self, name: str, spec: m.FunctionSpec, uid: int) -> InstanceHost:
-        host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage, self._log)
+        pace = self._paces.of(spec.tenant, asyncio.get_running_loop().time())
+        host = InstanceHost(
+            name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage, pace, self._log
+        )
         self.hosts[name] = host
         for _, inbox in self._inboxes.values():
             inbox.post(host.attachment, (host.arena.fd,))
@@ -342,6 +357,8 @@ class Instances:
     def send(self, name: str, message: m.RouterToInstance) -> None:
         """Raises PeerLost when the instance does not read."""
         if (host := self.hosts.get(name)) is not None:
+            if isinstance(message, m.Run | m.PartsTaken):
+                host.link.spend(-ASKED)
             host.link.send(message)
 
     def close(self, name: str, how: str) -> None:

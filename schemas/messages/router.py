@@ -247,7 +247,9 @@ class AnswerPart(Message, frozen=True, kw_only=True, tag=9):
 
 
 class AnswerParts(Message, frozen=True, kw_only=True, tag=10):
-    """Of several answers of one instance, as a step of a language model makes them: together at most BATCH_NBYTES."""
+    """Of several answers of one instance, as a step of a language model makes them: together at most BATCH_NBYTES, and
+    BATCH_PARTS of them.
+    """
 
     parts: list[AnswerPart]
 

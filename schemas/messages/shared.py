@@ -42,6 +42,9 @@ whole chunk.
 BATCH_NBYTES: Final = 256 << 10
 """Parts of several answers in one message, together at most."""
 
+BATCH_PARTS: Final = 1024
+"""And so many: a few of each request that an instance has at once."""
+
 ENTRIES: Final = 256
 """In one message, at most, where a message has an entry for each function or owner."""
 

@@ -19,6 +19,7 @@ from dormouse.core.links.link import Link, RawLink
 from dormouse.core.log import get_logger
 from dormouse.core.masking import SecretMask
 from dormouse.core.paths import RunPaths
+from dormouse.core.rate import Bucket
 from dormouse.router.decisions import events as e
 from dormouse.router.instances.instances import InstanceHost
 from dormouse.schemas import messages as m
@@ -100,8 +101,10 @@ def test_d3_what_raises_when_it_is_heard_ends_its_instance_alone(tmp_path: Path)
 
     async def main() -> None:
         layout = m.Arena(request_nbytes=4096, response_nbytes=4096, stream_nbytes=4096)
-        log = get_logger()
-        host = InstanceHost("1-1", spec(), os.getuid(), paths, layout, hear, lambda *said: garbage.append(said), log)
+        log, pace = get_logger(), Bucket.full(1.0, 100.0, asyncio.get_running_loop().time())
+        host = InstanceHost(
+            "1-1", spec(), os.getuid(), paths, layout, hear, lambda *said: garbage.append(said), pace, log
+        )
         host.mask = SecretMask({"TOKEN": "hf_abcdef"})
         say = msgspec.msgpack.Encoder().encode
         host.link._decode(say(m.Loaded(version=1, nbytes=5, warning="hf_abcdef", schema=b"\xff hf_abcdef \xc3")))

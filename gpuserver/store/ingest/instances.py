@@ -6,6 +6,7 @@ from typing import Final
 
 from dormouse.core.links.link import Link
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
+from dormouse.core.rate import Bucket
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.ingest.loading import Loading, StoreServices
 from dormouse.gpuserver.store.ingest.models import StoredModel
@@ -36,6 +37,7 @@ class StoreInstance:
         arena: SharedMemory,
         scope: str,
         node: StoreServices,
+        pace: Bucket,
         on_version: Callable[["StoreInstance"], None],
     ) -> None:
         self.attach = attach
@@ -45,6 +47,7 @@ class StoreInstance:
         self.model = StoredModel(attach.instance, node.segments, attach.quota_nbytes, ranks)
         self.gone = False
         self._arena = arena
+        self._pace = pace
         self._on_version = on_version
         self._loading = Loading(self.model, arena, attach.arena, scope, node, self)
         self._link: InstanceLink | None = None
@@ -63,6 +66,7 @@ class StoreInstance:
                 max_nbytes=1 << 20,
                 hwm=INSTANCE_HWM,
                 owner=self.attach.uid,
+                pace=self._pace,
             )
             self._offers = Offers(os.path.join(self.attach.directory, FILES_SOCKET), self.attach.uid)
         except PeerLost:
