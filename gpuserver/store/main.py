@@ -47,6 +47,9 @@ from dormouse.schemas.errors import ConfigError, PeerLost
 UNCLAIMED: Final = ("", 0)
 """Holds what the index had of no function (sessions), until the controller has said what is deployed."""
 
+LOAD_TENSORS: Final = 100_000
+"""What a tenant's instances may cost at once beyond their pace: a message for each tensor of the largest models."""
+
 
 def _raise_descriptor_limit() -> None:
     """Instances offer files by the dozen, and many systems give a process only 1024 descriptors unless it asks."""
@@ -62,7 +65,7 @@ class Store(Actor):
         self.instances: dict[str, StoreInstance] = {}  # by instance
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._unclaimed: list[Segment] = []
-        self._paces = SharedBuckets(STRANGER_RATE_S, STRANGER_RATE_S)
+        self._paces = SharedBuckets(STRANGER_RATE_S, LOAD_TENSORS)
         self._displaced: set[str] = set()  # instances that are to end, and have not yet
         self._opened = False
         self._heir: socket.socket | None = None  # where a successor finds what is left to it

@@ -52,6 +52,9 @@ ASKED: Final = 4
 lease, and the answer.
 """
 
+PARTS: Final = 8
+"""Parts of answers that come together and cost the router what a message does."""
+
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,500}")
 """What can stand in a header without ending it."""
 
@@ -114,7 +117,7 @@ class InstanceHost:
                 if wrong := _wrong_head(message):
                     return on_garbage(name, wrong)
                 if isinstance(message, m.AnswerParts):
-                    self.link.spend(len(message.parts))
+                    self.link.spend(len(message.parts) // PARTS)
                 on_message(name, self.masked(message))
             except Exception as error:  # the outermost frame of this instance's session
                 log.error("instance_raised", instance=name, story=traceback.format_exc())
