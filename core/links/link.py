@@ -48,7 +48,7 @@ class RawLink(End):
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._lent = False
-        self._pause: asyncio.TimerHandle | None = None  # meanwhile nobody is heard: see _spend
+        self._pause: asyncio.Handle | None = None  # meanwhile nobody is heard: see `spend`
         self._burst = READ_BURST if self._pace is None else STRANGER_BURST
         self._late = b""  # frames that go with the next one
         self._late_at: asyncio.TimerHandle | None = None
@@ -232,10 +232,14 @@ class RawLink(End):
             return
         now_s = self._loop.time()
         self._pace.charge(now_s, cost)
-        if self._pause is None and (wait_s := self._pace.wait_s(now_s, 0.0)):
+        wait_s = self._pace.wait_s(now_s, 0.0)
+        if self._pause is None and wait_s:
             if not self._lent and (heard := self._peer or self._listener) is not None:
                 self._loop.remove_reader(heard.fileno())
             self._pause = self._loop.call_later(wait_s, self._go_on)
+        elif self._pause is not None and not wait_s:
+            self._pause.cancel()
+            self._pause = self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         self._pause = None

@@ -288,6 +288,24 @@ def test_one_live_byte_does_not_hide_a_pack_from_the_quota(bench: Bench) -> None
         grow(1)
 
 
+def test_a_commit_looks_at_all_storages_a_few_times_however_many_are_hashed(bench: Bench) -> None:
+    """Once for each hash, twenty thousand small tensors kept the store from all else for minutes."""
+    model, looks = bench.model(), 0
+    small = model.draft.small
+
+    def counted() -> object:
+        nonlocal looks
+        looks += 1
+        return small()
+
+    model.draft.small = counted  # type: ignore[assignment, method-assign]
+    for storage in range(300):
+        bench.upload(model, storage, 1200, f"{storage}")
+    assert bench.commit(model)
+    assert len(model.order) > 200, "only a hundredth of a model is packed"
+    assert looks <= 4
+
+
 def test_the_number_of_storages_is_bounded(bench: Bench) -> None:
     model = StoredModel("i", bench.segments, 0, {})
     with pytest.raises(ModelError, match="merge small tensors"):

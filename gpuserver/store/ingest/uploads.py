@@ -172,14 +172,14 @@ class Uploads:
     # --- commits
 
     def _commit(self, request: StoreRequest, event: o.Outcome | None) -> None:
+        if not isinstance(event, o.SpanFound) and self._hashing:
+            return  # first: looking at all storages for each one that is hashed took minutes
         packed, nbytes = self._draft.small()
         if isinstance(event, o.SpanFound):
             if len(packed) > 1 and event.span.nbytes == nbytes:
                 self._hash(packed, event.span)
             else:  # a write-back has replaced some meanwhile
                 self._segments.freed.append(event.span)
-        elif self._hashing:
-            return
         if len(packed) > 1 and not self._hashing:
             request.step = o.FindSpan
             self._out.append(o.FindSpan(nbytes))
