@@ -1,7 +1,7 @@
 """Functions with LoRA adapters over one backbone, on a real node: deployed, listed, computed, and removed."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from adapter_folders import base_model, save_adapter
 from language_models import make_folder
 from llm_node import (
     CONFIG,
+    MESSAGES,
     ask,
     client,
     deploy,
@@ -25,7 +26,7 @@ from llm_node import (
 )
 
 from dormouse.core import modelfolder
-from dormouse.core.folder import NoFunction
+from dormouse.core.folder import FunctionFolder, NoFunction
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
@@ -290,3 +291,37 @@ def made(node: TestNode, names: list[str]) -> list[int]:
     """Tokens of answers."""
     rows = used(node)
     return [rows.get(name, {}).get("made_tokens", 0) for name in names]
+
+
+def test_two_versions_of_an_adapter_and_of_a_model_share_requests(
+    node: TestNode, folders: Path, client: openai.OpenAI, models: dict[str, Any]
+) -> None:
+    """Over one base, which a version beside another cannot be."""
+    deploy(node, "both", folders / "chat")
+    adapt(node, "turns", folders / "math", "both")
+    poem = modelfolder.find_adapter(str(folders / "poem"))
+    beside = node.admin.deploy("turns", poem, {"base": "both"}, traffic=50)
+    assert beside["traffic"] == {"1": 50, "2": 50}
+    math, poem_said = (expected(models[name], "say", 10) for name in ("math", "poem"))
+    assert math != poem_said
+    assert [ask(client, "say", 10, "turns") for _ in range(4)] == [math, poem_said, math, poem_said]
+    assert [ask(client, "say", 10, f"turns@{version}") for version in (2, 1)] == [poem_said, math]
+    chat = FunctionFolder(folders / "chat", "config.json", False)
+    model = {"llm": True, "dtype": "float32"}
+    assert node.admin.deploy("both", chat, model, traffic=50)["traffic"] == {"1": 50, "2": 50}
+    raw = client.chat.completions.with_raw_response
+    answers = [raw.create(model="both", messages=MESSAGES, max_tokens=1) for _ in range(2)]
+    assert [answer.headers["x-dormouse-version"] for answer in answers] == ["1", "2"]
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: adapt(node, "over", folders / "math", "both@2"), "unknown_base"),
+        (lambda: node.admin.deploy("turns", chat, model, traffic=10), "bad_request"),
+        (lambda: node.admin.deploy("turns", chat, model), "bad_request"),
+    ]
+    for refused, code in refusals:
+        with pytest.raises(CallRefused) as caught:
+            refused()
+        assert caught.value.code == code, caught.value
+    assert node.admin.traffic("turns", {2: 100})["traffic"] == {"2": 100}
+    assert ask(client, "say", 10, "turns") == poem_said
+    for name in ("turns", "both"):
+        assert node.remove(name).status == 200

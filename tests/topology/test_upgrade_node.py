@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.upgrade import loaded, source
 from dormouse.core import procfs
+from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import nodeprocess
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.paths import RunPaths
@@ -31,6 +32,7 @@ def _deployed(node: TestNode) -> dict[str, int]:
 def test_nothing_is_lost_while_a_new_node_takes_the_place_of_the_old_one() -> None:
     with running_node(CONFIG) as node:
         sums = _deployed(node)
+        assert node.admin.deploy("f", FunctionFolder(node.folder("f"), "f.py", False), {}, traffic=10)["version"] == 2
         assert node.process is not None
         old, processes = node.process.pid, node.pids()
         with loaded(node, sums, next(iter(sums.items())), rate_s=20, lanes=8) as load:
@@ -43,6 +45,8 @@ def test_nothing_is_lost_while_a_new_node_takes_the_place_of_the_old_one() -> No
         assert not processes.keys() - node.pids().keys()
         assert not set(processes.values()) & set(node.pids().values())
         assert {name: node.result(name, {"x": 0})["sum"] for name in sums} == sums
+        shares = {name: row["traffic"] for name, row in node.status()["functions"].items()}
+        assert shares == {"f": 90, "f@2": 10, "g": 100}
 
 
 def _slabs(node: TestNode) -> set[tuple[str, str]]:

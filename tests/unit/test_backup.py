@@ -62,7 +62,7 @@ def state(tmp_path: Path) -> Iterator[StatePaths]:
     os.link(state.blobs / "hash", state.functions / "f" / "two" / "deep" / "large")
     state.store_segments.mkdir()
     (state.store_segments / "segment").write_bytes(b"bytes")
-    for path in (state.secrets, state.secrets_key, state.keys, state.store_key):
+    for path in (state.secrets, state.secrets_key, state.keys, state.store_key, state.settings):
         path.write_text(f"{path.name} has this")
         path.chmod(0o600)
     state.before.mkdir()
