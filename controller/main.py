@@ -240,7 +240,7 @@ class Controller(Actor):
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
             case m.Metered():
-                self._usage.heard(message)
+                self._usage.metered(gpu, message, self.loop.time())
             case m.RuntimeLoad() | m.Trouble():
                 self._news.heard(gpu, message)
                 for event in self._runtimes.heard(gpu, message, self._news.runtimes[gpu].values()):
@@ -287,7 +287,9 @@ class Controller(Actor):
     def _say_status(self, query: int, report: m.StoreReport | None) -> None:
         names = [name for name, _ in self.catalogue.versions()]
         now_s = self.loop.time()
-        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._news)
+        value = status(
+            self.scheduler, self._hellos, names, self._store_status, report, now_s, self._news, self._usage.busy
+        )
         self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
 
     def _asked_policy(self, asked: m.AskPolicy) -> None:

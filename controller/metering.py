@@ -55,7 +55,7 @@ class Metering:
         living = {account.function: account.tenant for account in self._accounts.values()}
         self._tenants = living | dict(functions)
 
-    def _of(self, owner: str) -> Account:
+    def account_of(self, owner: str) -> Account:
         """An instance's, or a function's."""
         account = self._accounts.get(owner) or self._gone.get(owner)
         if account is not None:
@@ -69,7 +69,7 @@ class Metering:
         """Returns the tokens that were computed, by tenant."""
         tokens: Counter[str] = Counter()
         for use in stated.uses:
-            account = self._of(use.instance)
+            account = self.account_of(use.instance)
             tokens[account.tenant] += use.prompt + use.made
             self._seats_ms[account] = self._seats_ms.get(account, 0) + use.seat_ms
             used = Used(gpu_us=use.gpu_us, prompt_tokens=use.prompt, made_tokens=use.made)
@@ -82,7 +82,7 @@ class Metering:
         known: dict[tuple[str, ...], list[int]] = {}
         for held in stated.held:
             owners = tuple(held.owners)
-            parts = [self._seats_ms.get(self._of(owner), 0) for owner in owners]
+            parts = [self._seats_ms.get(self.account_of(owner), 0) for owner in owners]
             known[owners] = parts if any(parts) else self._parts.get(owners, [])
             self._held(held, known[owners], now_s)
         self._parts = known
@@ -95,10 +95,14 @@ class Metering:
         if len(parts) != len(owners):
             parts = [0] * len(owners)
         kind = held.kind
-        if kind == "weights" and held.owners and all(self._adapted(self._of(owner).function) for owner in owners):
+        if (
+            kind == "weights"
+            and held.owners
+            and all(self._adapted(self.account_of(owner).function) for owner in owners)
+        ):
             kind = "adapter"
         for owner, part in zip(owners, split(held.nbyte_ms, parts), strict=True):
-            self.ledger.add(self._of(owner), Used(**{kind: part}), now_s)
+            self.ledger.add(self.account_of(owner), Used(**{kind: part}), now_s)
 
     def served(self, stated: m.Served, now_s: float) -> None:
         for function, tenant, requests in stated.functions:

@@ -5,6 +5,7 @@ programs read them. Their meaning is in the command's help (core/node/cli.py).
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from dormouse.controller.busyshares import BusyShares
 from dormouse.controller.news import News
 from dormouse.controller.scheduling.functions import Function, LastWake
 from dormouse.controller.scheduling.reasons import Reasons, evicted, ms, preloaded
@@ -29,12 +30,14 @@ def status(
     report: m.StoreReport | None,
     now_s: float,
     news: News | None = None,
+    busy: BusyShares | None = None,
 ) -> dict[str, Any]:
     """``names`` are the functions that are deployed, ``hellos`` are by GPU; without ``report`` the store
     did not answer. ``now_s`` is of the scheduler's clock.
     """
     functions = {name: _function(scheduler, name, now_s) for name in names}
     news = News() if news is None else news
+    busy = BusyShares() if busy is None else busy
 
     def entry(name: str) -> dict[str, Any]:
         if name not in functions:
@@ -70,7 +73,7 @@ def status(
     return {
         "gpus": {
             n: _gpu(scheduler, gpu, hellos.get(n), len(news.runtimes.get(n, ())), now_s)
-            | {"trouble": list(news.troubles.get(n, ())), "state": state(scheduler, n)}
+            | {"trouble": list(news.troubles.get(n, ())), "state": state(scheduler, n), "busy": busy.told(n, now_s)}
             for n, gpu in sorted((scheduler.gpus | _given_up(scheduler)).items())
         },
         "functions": functions,

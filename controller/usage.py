@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
+from dormouse.controller.busyshares import BusyShares
 from dormouse.controller.ledger import NOTHING, Account, Ledger, Used, numbers
 from dormouse.controller.metering import Metering
 from dormouse.controller.usagefile import UsageFile
@@ -19,6 +20,8 @@ from dormouse.schemas import messages as m
 WRITE_S: Final = 2.0
 """Between two batches of accounts that are written. A controller that is killed loses what has changed since."""
 
+NOBODYS: Final = "(nobody's)"
+
 
 class NodeUsage:
     """``log`` is the process's. ``limited`` tenants may use so many tokens a second; the router is told (``tell``) of
@@ -27,6 +30,7 @@ class NodeUsage:
 
     def __init__(self, log: Any, limited: frozenset[str], tell: Callable[[m.TokensUsed], None]) -> None:
         self._log, self._limited, self._tell = log, limited, tell
+        self.busy = BusyShares()
         self._ledger = Ledger()
         self._adapters: frozenset[str] = frozenset()
         self._tenants: dict[str, str] = {}  # by function that is deployed
@@ -45,14 +49,19 @@ class NodeUsage:
         self._tenants = {spec.name: spec.tenant for spec in specs}
         self._metering.deployed(self._tenants.items())
 
-    def heard(self, message: m.RouterToController | m.Metered | m.HostMetered) -> None:
+    def metered(self, gpu: int, message: m.Metered, now_s: float) -> None:
+        """``now_s`` is of a monotonic clock."""
+        for use in message.uses:
+            self.busy.add(gpu, self._metering.account_of(use.instance).function or NOBODYS, use.gpu_us, now_s)
+        tokens = self._metering.gpu(message, time.time())
+        if limited := [(name, count) for name, count in tokens.items() if count and name in self._limited]:
+            self._tell(m.TokensUsed(tenants=limited))
+        self._set_timer()
+
+    def heard(self, message: m.RouterToController | m.HostMetered) -> None:
         """Of the router, what it says of instances and requests counts."""
         now_s = time.time()
         match message:
-            case m.Metered():
-                tokens = self._metering.gpu(message, now_s)
-                if limited := [(name, count) for name, count in tokens.items() if count and name in self._limited]:
-                    self._tell(m.TokensUsed(tenants=limited))
             case m.HostMetered():
                 self._metering.host(message, now_s)
             case m.Served():

@@ -121,7 +121,7 @@ class Router(Actor):
             self.dispatch,
             self.log,
         )
-        self._sessions = Sessions(self)
+        self.sessions = Sessions(self)
         self._watch: Sampler | None = None
         self._http: HttpServer | None = None
         self._admin_socket: AdminSocket | None = None
@@ -174,12 +174,12 @@ class Router(Actor):
         application = Application(self, gate, administer, JobsHttp(self.jobs))
         self._http = HttpServer(self, application, self.requests.bodies.unread, self.requests.turned_away)
         await self._http.listens()
-        self._sessions.open(self.paths.attach)
+        self.sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)
 
     async def stop(self) -> None:
         self._shell.close()
-        self._sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
+        self.sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
         await self.jobs.stop()
         self.requests.stop()
         if self._watch is not None:
@@ -354,13 +354,13 @@ class Router(Actor):
                 assert self.device is not None
                 self._starts.start(name, spec, self.device, check)
             case e.Kill(instance=name, why=why):
-                if not self._sessions.end(name, why):
+                if not self.sessions.end(name, why):
                     self._signal(name, signal.SIGKILL)
             case e.Interrupt(instance=name, ticket=ticket):
                 self.instances.hosts[name].give_up(ticket)
                 self._signal(name, signal.SIGUSR1)
             case e.Clean(instance=name, how=how):
-                self._sessions.end(name, "was given up")
+                self.sessions.end(name, "was given up")
                 self.instances.close(name, how)
                 self._versions.remove_unused()
             case e.Send(instance=name, message=message):

@@ -197,6 +197,9 @@ def status(context: CommandContext, name: str | None, all_: bool, check: bool, j
                  (from GPU N; none: not counted on) last_preload (before
                  anybody asked: function ago_s nbytes copied_nbytes
                  outcome reason) trouble (what it goes on without)
+                 state (serves, drains, drained: `dormouse gpu drain`)
+                 busy: seconds share functions (the share of its time of
+                 those who had most) others (how many more)
       functions.NAME
                  all that `ls --json` has (instances: state by name;
                  max_instances: how many there may be at once; writes:
@@ -239,6 +242,8 @@ def status(context: CommandContext, name: str | None, all_: bool, check: bool, j
                             reused_nbytes (of KV that was there)
                             gathered (sequences that waited for others, by
                             why they began)
+      sessions   programs of `dormouse run`: session program pid tenant
+                 since_ms memory_nbytes cpu_s processes
       store      answered host_nbytes host_budget_nbytes file_nbytes
                  file_budget_nbytes segments slabs trouble
       waiting    requests that wait for a GPU

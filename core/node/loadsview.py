@@ -1,11 +1,14 @@
-"""What loads now, for people, as `dormouse status` and `dormouse ls` show it. Decides nothing."""
+"""What loads now, and programs of `dormouse run`, for people, as `dormouse status` and `dormouse ls` show them. Decides
+nothing.
+"""
 
 from typing import Any, Final
 
-from dormouse.core.quantities import duration
+from dormouse.core.quantities import duration, size
 
 LOADS: Final = ["loading", "version", "for", "tenant", "since", "silent for", "load_timeout", "ends within"]
 _FOR: Final = {"served": "what is served", "extra": "an extra instance", "deploy": "a deploy"}
+SESSIONS: Final = ["program", "session", "pid", "tenant", "since", "memory", "processor time"]
 
 
 def load_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -20,4 +23,14 @@ def load_row(row: dict[str, Any]) -> dict[str, Any]:
         "silent for": duration(row["silent_ms"]) if loads else None,
         "load_timeout": duration(row["load_timeout_ms"]),
         "ends within": duration(row["ends_within_ms"]) if loads else None,
+    }
+
+
+def session_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A program of `dormouse run`. What it takes of the machine is not known once it has ended."""
+    known = row["memory_nbytes"] is not None
+    return row | {
+        "since": duration(1000 * (row["since_ms"] // 1000)),
+        "memory": size(row["memory_nbytes"]) if known else None,
+        "processor time": duration(1000 * row["cpu_s"]) if known else None,
     }

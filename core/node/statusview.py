@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.loadsview import LOADS, load_row
+from dormouse.core.node.loadsview import LOADS, SESSIONS, load_row, session_row
 from dormouse.core.output import table
 from dormouse.core.problems import intended, problems, standing, strangers, troubles
 from dormouse.core.quantities import duration, size
 
 GPU: Final = [
-    "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
+    "gpu", "name", "pool", "turn", "seats", "busy", "weights", "KV", "lost", "activations", "free", "largest free",
     "fragmentation", "moved", "segments", "contexts",
 ]  # fmt: skip
 FUNCTION: Final = [
@@ -40,7 +40,10 @@ WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
 OVERVIEW: Final = ["function", "state", "running", "queued", "requests", "errors", "in time", "p50", "p99", "on GPUs"]
-SCREEN_GPU: Final = ["gpu", "used", "turn", "seats"]
+SCREEN_GPU: Final = ["gpu", "used", "turn", "seats", "busy"]
+BUSIEST: Final = 3
+"""Functions that are named beside a GPU: what fits on a line."""
+
 MOST_PROBLEMS: Final = 8
 LONGEST: Final = 300
 """Characters of a problem."""
@@ -67,8 +70,18 @@ def screen(value: dict[str, Any], height: int) -> None:
         click.echo(said)
     loads = value.get("loads", [])
     table([load_row(row) for row in loads], LOADS)
+    table([session_row(row) for row in value.get("sessions", [])], SESSIONS)
     functions = sorted(value["functions"].items(), key=lambda item: standing(item[1]))
-    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6 - bool(said) - len(loads))
+    left = max(
+        FEWEST,
+        height
+        - len(found[:MOST_PROBLEMS])
+        - len(value["gpus"])
+        - 6
+        - bool(said)
+        - len(loads)
+        - len(value.get("sessions", [])),
+    )
     table([overview_row(name, row) for name, row in functions[:left]], OVERVIEW)
     if len(functions) > left:
         click.echo(f"and {len(functions) - left} functions more: dormouse status --all")
@@ -126,7 +139,19 @@ def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "used": None if free is None or capacity is None else f"{size(capacity - free)} of {size(capacity)}",
         "turn": turns(gpu),
         "seats": len(seated) if seated else None,
+        "busy": busy(gpu),
     }
+
+
+def busy(gpu: dict[str, Any]) -> str | None:
+    """How much of the GPU's time was used lately, and by whom."""
+    told = gpu.get("busy")
+    if told is None or not told["functions"]:
+        return None
+    first = [f"{name} {share:.0%}" for name, share in list(told["functions"].items())[:BUSIEST]]
+    more = len(told["functions"]) + told["others"] - len(first)
+    whose = ", ".join([*first, *([f"{more} more"] if more else [])])
+    return f"{told['share']:.0%} of {told['seconds']} s: {whose}"
 
 
 def one(value: dict[str, Any], name: str) -> None:
@@ -159,6 +184,7 @@ def show(value: dict[str, Any]) -> None:
         click.echo(said)
     function_tables(value)
     table([load_row(row) for row in value.get("loads", [])], LOADS)
+    table([session_row(row) for row in value.get("sessions", [])], SESSIONS)
     limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
     table([tenant_row(name, row) for name, row in limited.items()], TENANT)
     waits = value.get("waits", NO_WAITS)
@@ -226,6 +252,7 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "pool": gpu.get("pool"),
         "turn": turns(gpu),
         "seats": seats(gpu),
+        "busy": busy(gpu),
         "weights": size(gpu.get("weights_nbytes")),
         "KV": size(gpu.get("kv_nbytes")),
         "lost": size(gpu.get("lost_nbytes")),

@@ -86,6 +86,7 @@ def part_of(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:
         "node": {key: status["node"][key] for key in ("name", "missing")},
         "functions": {name: _alone(row, set(functions)) for name, row in functions.items()},
         "loads": [row for row in status.get("loads", []) if caller.sees(row["function"], row["tenant"])],
+        "sessions": [],  # programs of whoever may attach to the node, who administers it
         "gpus": {},
         "store": {},
         "waiting": sum(row.get("queued", 0) for row in functions.values()),

@@ -22,6 +22,7 @@ from dormouse.router.front import openapi
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.sessions import Sessions
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas.messages import FunctionSpec
 
@@ -47,6 +48,7 @@ class Node(Protocol):
     requests: Requests
 
     instances: Instances
+    sessions: Sessions
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -213,6 +215,10 @@ def status(
             for row in rows
         },
         "loads": loads(picture, node.loop.time()),
+        "sessions": [
+            row | {key: used.get(row["session"], {}).get(key) for key in ("memory_nbytes", "cpu_s", "processes")}
+            for row in node.sessions.rows(node.loop.time())
+        ],
         "gpus": controller.get("gpus", {}),
         "store": controller.get("store", {}),
         "waiting": controller.get("waiting", 0),
@@ -236,7 +242,11 @@ def bounded(status: dict[str, Any]) -> dict[str, Any]:
     for name, row in status["functions"].items():
         shared = row.get("shared_with", [])
         functions[name] = row | {"shared_with": shared[:NAMES], "shared_count": len(shared)}
-    return status | {"functions": functions, "loads": status.get("loads", [])[:NAMES]}
+    return status | {
+        "functions": functions,
+        "loads": status.get("loads", [])[:NAMES],
+        "sessions": status.get("sessions", [])[:NAMES],
+    }
 
 
 def gone(node: Node) -> list[str]:

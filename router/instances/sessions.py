@@ -4,12 +4,15 @@ A session is an instance whose process we did not start: it runs as the user, is
 instance, and is ended by closing its socket, after a word of why.
 """
 
+import asyncio
 import contextlib
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from dormouse.core import procfs
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.state import SESSION_TENANT
 from dormouse.router.instances.instances import Instances
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
@@ -19,6 +22,17 @@ Connection = PacketSocket[m.AttachSession, m.FromAttach]
 REASON_CHARS: Final = 4000
 """Of why a session ends: it may quote what the session sent, and must fit into a packet."""
 
+PROGRAM_CHARS: Final = 200
+"""Of its command line, for people."""
+
+
+class KnownSession(NamedTuple):
+    """``pid`` is who connected, as the kernel says."""
+
+    pid: int
+    program: str
+    since_s: float
+
 
 class Node(Protocol):
     """What is asked of the router."""
@@ -26,6 +40,7 @@ class Node(Protocol):
     device: m.DeviceInfo | None
     instances: Instances
     leaving: bool
+    loop: asyncio.AbstractEventLoop
     log: Any
     orderly: bool
     policy: RequestPolicy
@@ -41,6 +56,7 @@ class Sessions:
         self._listener: Listener[m.AttachSession, m.FromAttach] | None = None
         self._connections: set[Connection] = set()  # all, also before they asked
         self._by_instance: dict[str, Connection] = {}
+        self._known: dict[str, KnownSession] = {}  # of these
 
     def open(self, path: str) -> None:
         self._listener = Listener(path, m.AttachSession, self._connected)
@@ -56,6 +72,7 @@ class Sessions:
 
         def ended() -> None:
             self._connections.discard(connection)
+            self._known.pop(instance, None)
             if self._by_instance.pop(instance, None) is not None:
                 self._node.dispatch(e.InstanceExited(instance, "ended"))
 
@@ -79,13 +96,28 @@ class Sessions:
             text = f"the session has no place ({error}); free space, and inodes, in [node] run"
             self._say(connection, m.AttachRefused(text=text), [])
             return ""
-        host.pid = message.pid
+        pid, _ = connection.peer  # what it says of itself is not asked
+        host.pid = pid
         self._by_instance[name] = connection
+        self._known[name] = KnownSession(pid, _program(pid), node.loop.time())
         node.dispatch(e.SessionOpened(name, f"run:{message.name}"))
         answer = m.Attached(instance=name, directory=host.directory, arena=host.layout, device=node.device, gpus=1)
         self._say(connection, answer, [host.arena.fd])
-        node.log.info("session_starts", instance=name, name=message.name, pid=message.pid)
+        node.log.info("session_starts", instance=name, name=message.name, pid=pid)
         return name
+
+    def rows(self, now_s: float) -> list[dict[str, Any]]:
+        """Of those that live, the oldest first."""
+        return [
+            {
+                "session": name,
+                "program": known.program,
+                "pid": known.pid,
+                "since_ms": round(1000 * (now_s - known.since_s)),
+                "tenant": SESSION_TENANT,
+            }
+            for name, known in self._known.items()
+        ]
 
     def _say(self, connection: Connection, message: m.FromAttach, fds: list[int]) -> None:
         with contextlib.suppress(PeerLost, BlockingIOError):  # its end of file follows, or it never reads: its loss
@@ -94,6 +126,7 @@ class Sessions:
     def end(self, instance: str, why: str) -> bool:
         """Close a session's socket; False if there is no such session. ``why`` completes "this session ..."."""
         connection = self._by_instance.pop(instance, None)
+        self._known.pop(instance, None)
         if connection is None:
             return False
         self._node.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
@@ -117,3 +150,12 @@ class Sessions:
             connection.close()
         self._connections.clear()
         self._by_instance.clear()
+        self._known.clear()
+
+
+def _program(pid: int) -> str:
+    """What it runs, in its own words: `dormouse run` makes the process the program's."""
+    words = procfs.words(pid)
+    if "run" in words:
+        words = words[words.index("run") + 1 :]
+    return " ".join(words).strip()[:PROGRAM_CHARS]

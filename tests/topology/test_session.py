@@ -67,9 +67,15 @@ def test_an_idle_program_does_not_keep_the_only_gpu(node: TestNode) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "[2.0, 2.0]\n"
         assert node.result("one", {}) == [1.0, 1.0, 1.0]
+        (row,) = node.status()["sessions"]
+        assert (row["program"], row["pid"], row["tenant"]) == (str(script), process.pid, "default")
+        assert row["memory_nbytes"] > 0
         output, _ = process.communicate("\n", timeout=60)
         assert output == "[3.0, 3.0]\n"
         assert process.returncode == 0
+    node.wait(lambda: node.status()["sessions"] == [], 60, "the end of the session")
+    names = {"one", f"run:run-{process.pid}"}
+    node.wait(lambda: node.status()["gpus"]["0"]["busy"]["functions"].keys() >= names, 60, "what both have computed")
 
 
 def test_an_interactive_session(node: TestNode) -> None:

@@ -336,7 +336,7 @@ def test_status(dormouse: Any) -> None:
     assert not [line for line in lines if "trouble" in line or "in time" in line]
     gpu, other = rows(lines, "gpu")
     assert list(gpu.values()) == [
-        "0", "Emulated", "regions", "f", "1", "3.0 GiB", "6.0 MiB", "0 B", "512 B", "3.9 KiB",
+        "0", "Emulated", "regions", "f", "1", "-", "3.0 GiB", "6.0 MiB", "0 B", "512 B", "3.9 KiB",
         "2.9 KiB", "25%", "1.0 MiB", "7", "-",
     ]  # fmt: skip
     assert (other["gpu"], other["turn"], other["seats"], other["weights"]) == ("1", "-", "-", "-")
@@ -353,6 +353,30 @@ def test_status(dormouse: Any) -> None:
         "shared": "2.0 GiB with g, h and 3 more",
         "last wake": "GPU 1 in 35.5 ms: 2.0 GiB from host, 1.0 GiB from GPUs",
     }
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)])
+def test_status_says_whose_the_time_of_a_gpu_was(
+    words: tuple[str, ...], dormouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = {"chat": 0.41, "f": 0.2, "g": 0.1, "h": 0.004}
+    busy = {"seconds": 60, "share": 0.714, "functions": functions, "others": 2}
+    monkeypatch.setitem(STATUS["gpus"], "0", STATUS["gpus"]["0"] | {"busy": busy})
+    first, other = rows(dormouse("status", *words).out.splitlines(), "gpu")
+    assert (first["busy"], other["busy"]) == ("71% of 60 s: chat 41%, f 20%, g 10%, 3 more", "-")
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)])
+def test_status_says_which_programs_are_linked_to_the_node(
+    words: tuple[str, ...], dormouse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = {"session": "3-9", "program": "app.py --port 1", "pid": 17, "since_ms": 61400, "tenant": "default"}
+    there = session | {"memory_nbytes": 3 << 20, "cpu_s": 2.5, "processes": 2}
+    gone = session | {"memory_nbytes": None, "cpu_s": None, "processes": None}
+    monkeypatch.setitem(STATUS, "sessions", [there, gone])
+    first, other = rows(dormouse("status", *words).out.splitlines(), "program")
+    assert list(first.values()) == ["app.py --port 1", "3-9", "17", "default", "61 s", "3.0 MiB", "2.5 s"]
+    assert list(other.values())[-2:] == ["-", "-"]
 
 
 def test_status_says_who_has_a_turn_and_who_a_seat(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ def test_a_gpu() -> None:
         "switch_with": [],
         "peer_bps": {},
         "state": "serves",
+        "busy": {"seconds": 60, "share": 0.0, "functions": {}, "others": 0},
         "trouble": [],
         "last_preload": None,
     }

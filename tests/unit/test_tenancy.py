@@ -93,6 +93,7 @@ STATUS: dict[str, Any] = {
         "other": {"tenant": "a", "queued": 1, "shared_with": [], "last_eviction": None},
         "yours": {"tenant": "b", "queued": 4},
     },
+    "sessions": [{"session": "3-1", "program": "yours.py"}],
     "gpus": {"0": {"resident": ["mine", "yours"]}},
     "store": {"host_nbytes": 5},
     "waiting": 7,
