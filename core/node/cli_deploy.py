@@ -143,6 +143,7 @@ def deploy(
     over when that is deployed anew.
     """
     from dormouse.core import folder, modelfolder
+    from dormouse.core.node import functionfile
 
     if [file, llm, lora].count(None) != 2:
         what = "a function's file or folder, or --llm and a language model, or --lora and an adapter"
@@ -163,7 +164,7 @@ def deploy(
         elif llm is not None:
             found = modelfolder.find(llm, bool(given["convert"]))
         else:
-            found = folder.find(Path(str(file)).absolute())
+            found = functionfile.find(Path(str(file)).absolute())
         if found.alone:
             click.echo(f"{found.entry} goes alone: {found.folder} is not its own folder", err=True)
         if hidden := folder.left_out(found):

@@ -45,6 +45,7 @@ def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -
     before goes on.
     """
     from dormouse.core import folder
+    from dormouse.core.node import functionfile
 
     path = Path(file).absolute()
     called = name or f"{path.stem}-dev"
@@ -56,7 +57,7 @@ def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -
     try:
         while True:
             try:
-                found = folder.find(path)
+                found = functionfile.find(path)
                 wanted = read_options(given)
                 if (state := (folder.state(found), wanted)) != seen:
                     answer = client.deploy(called, found, wanted, None if following else show_printed, reset=["all"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dormouse.core import folder
+from dormouse.core.node import functionfile
 from dormouse.core.paths import BLOBS
 from dormouse.gpuserver.store.disk.blobs import Blobs
 from dormouse.gpuserver.store.ingest.offers import identity_of
@@ -432,6 +433,28 @@ def test_which_file_of_a_folder_is_the_function(tmp_path: Path) -> None:
     assert folder.find(tmp_path).entry == "function.py"
     with pytest.raises(folder.NoFunction, match="is not a file"):
         folder.find(tmp_path / "nothing.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (b"import os\ndeff handle(state, request): ...\n", r"mood\.py has an error in line 2: invalid syntax"),
+        (b"def load():\nreturn 1\n", r"mood\.py has an error in line 2: expected an indented block"),
+        (b"x = 1\n\x00", r"mood\.py .*null bytes"),
+        (b"x = 'caf\xe9'\n", r"mood\.py has an error.*utf-8"),
+    ],
+)
+def test_a_file_that_python_cannot_read_may_be_why_there_is_no_function(
+    tmp_path: Path, source: bytes, why: str
+) -> None:
+    (tmp_path / "helper.py").write_text("def help(): ...")
+    (tmp_path / "mood.py").write_bytes(source)
+    with pytest.raises(folder.NoFunction, match=f"^{why}.*: that may be why .* has no function.py, and no other with"):
+        functionfile.find(tmp_path)
+    (tmp_path / "mood.py").write_text("def load(): ...\nx = '\\d'\n")
+    with pytest.raises(folder.NoFunction, match=r"has no function\.py, and no other with handle") as raised:
+        functionfile.find(tmp_path)
+    assert "may be why" not in str(raised.value)
 
 
 # --- from another machine
