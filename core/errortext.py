@@ -32,10 +32,13 @@ def outward(text: str) -> str:
     """For those who may not read the function's log: no frame of its code, and of a path its last part."""
     if _BEGINS not in text and '  File "' not in text:
         return text
-    said, frame = [], False
+    said: list[str] = []
+    frame = False
     for line in _raised(text):
         frame = line.lstrip().startswith('File "') or (frame and line.startswith("    "))
-        if not frame and _BEGINS not in line:
+        if frame:  # it is left out, and so is what announces it
+            said[-1:] = [before.removesuffix(", issued by") for before in said[-1:]]
+        elif _BEGINS not in line:
             said.append(_PATH.sub("", line))
     whole = "\n".join(said)
     return "\n".join([whole[:OUTWARD_CHARS], *hints(text), "the function's log has the rest"])

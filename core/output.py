@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from dormouse.core.errortext import gist
 from dormouse.core.terminal import harmless, harmless_json, own
 from dormouse.schemas.errors import DormouseError
 
@@ -74,6 +75,11 @@ def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
 
 
+def _cell(text: str) -> str:
+    """In one line: of what has several, their gist."""
+    return gist(text) if "\n" in text else text
+
+
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     """A table of some columns; plain tab-separated text when nobody looks."""
     if not rows:
@@ -81,7 +87,7 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     cells = [["-" if row.get(column) is None else harmless(str(row[column])) for column in columns] for row in rows]
     if not sys.stdout.isatty():
         for line in [columns, *cells]:
-            click.echo("\t".join(cell.splitlines()[-1] if cell else "" for cell in line))
+            click.echo("\t".join(map(_cell, line)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -97,5 +103,5 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
         width = fitted[place] if fitted else None
         shown.add_column(column, no_wrap=whole and first, overflow="fold", width=width)
     for line in cells:
-        shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
+        shown.add_row(*map(_cell, line))
     console.print(shown)

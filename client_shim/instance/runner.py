@@ -105,7 +105,8 @@ class Runner:
                 head = asked.answer(result, len(self._response_area)).head
         except BaseException as error:
             code, text = self.verdict(error, "handle()", "check_failed")
-            raise LoadFailure(code if code in LOST else "check_failed", f"the check was not answered: {text}") from None
+            said = f"{text}\n{HINT}the check was not answered"  # what was raised is the text's gist, and comes first
+            raise LoadFailure(code if code in LOST else "check_failed", said) from None
         finally:
             self._handler.finish()
         if head is not None and head.status >= 400:

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from dormouse.core.migrations import MIGRATIONS, expect_not_newer
 from dormouse.core.paths import StatePaths
+from dormouse.core.times import utc
 from dormouse.core.version import package_version
 from dormouse.core.wholefile import PRIVATE, sync
 from dormouse.schemas.errors import ConfigError, DormouseError
@@ -49,7 +50,12 @@ def back_up(state: StatePaths, to: Path, models: bool) -> dict[str, Any]:
     try:
         shutil.rmtree(stage, ignore_errors=True)  # of a backup that was killed
         _whole(state, stage, models)
-        said = {"format": FORMAT, "dormouse": package_version(), "state_version": _version(stage), "at": time.time()}
+        said = {
+            "format": FORMAT,
+            "dormouse": package_version(),
+            "state_version": _version(stage),
+            "at": utc(time.time()),
+        }
         _write(half, stage, said)
         os.link(half, to)  # not over what somebody has put there meanwhile
         sync(to.parent)

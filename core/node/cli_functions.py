@@ -13,6 +13,7 @@ import click
 
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, ended_as_it_likes, failure, json_option, pass_context
+from dormouse.core.node.cli_requests import as_told
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.loadsview import LOADS, load_row
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -73,7 +74,7 @@ def invoke(context: CommandContext, name: str, request: str, kind: str | None, d
     kind = _kind_of(request) if kind is None else kind
     if detach:
         job = context.client.detach(name, body, kind)
-        show_json(job) if json_ else click.echo(job["id"])
+        show_json(as_told(job)) if json_ else click.echo(job["id"])
         return
     began = time.perf_counter()
     pieces = context.client.stream(name, body, kind)
@@ -84,13 +85,13 @@ def invoke(context: CommandContext, name: str, request: str, kind: str | None, d
     answer = first + b"".join(piece for _, piece in pieces)
     ms = round((time.perf_counter() - began) * 1000, 3)
     try:
-        value = json.loads(answer)
+        value = json.loads(answer) if answer else None  # such as a 204 has
     except ValueError as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
         text = f"the function's answer is not JSON ({error}); it begins {answer[:ODD_NBYTES]!r}"
         raise DormouseError(text) from error
     if json_:
         show_json({"function": name, "answer": value, "ms": ms})
-    else:
+    elif answer:
         show_answer(answer)
 
 

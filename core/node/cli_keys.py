@@ -82,7 +82,8 @@ def keys_ls(context: CommandContext, config: str | None, json_: bool) -> None:
     if json_:
         show_json(rows)
     else:
-        table(rows, ["id", "scopes", "functions", "tenant", "rate_s", "made", "revoked", "note"])
+        lines = [row | {name: ", ".join(row[name]) for name in ("scopes", "functions")} for row in rows]
+        table(lines, ["id", "scopes", "functions", "tenant", "rate_s", "made", "revoked", "note"])
 
 
 @keys.command("revoke")

@@ -62,14 +62,15 @@ def jobs(context: CommandContext, name: str | None, json_: bool) -> None:
     """Show the jobs of a function, or of all, the newest first: requests that nobody waits for."""
     rows = context.client.jobs(name or "")
     if json_:
-        show_json([_job(row) for row in rows])
+        show_json([as_told(row) for row in rows])
     elif rows:
-        table([_job(row) for row in rows], JOB_COLUMNS)
+        table([as_told(row) for row in rows], JOB_COLUMNS)
     else:
         click.echo("no jobs; make one with:  dormouse invoke NAME JSON --detach", err=True)
 
 
-def _job(row: dict[str, Any]) -> dict[str, Any]:
+def as_told(row: dict[str, Any]) -> dict[str, Any]:
+    """A job with its times as commands tell them."""
     return row | {name: utc(row[name]) for name in ("created", "ended", "expires") if name in row}
 
 
@@ -95,4 +96,4 @@ def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool
             kind, answer = client.result(id)
             show_bytes(kind, (answer,)) if kind else show_answer(answer.removesuffix(b"\n"))
             return
-    show_json(_job(row)) if json_ else table([_job(row)], JOB_COLUMNS)
+    show_json(as_told(row)) if json_ else table([as_told(row)], JOB_COLUMNS)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
+from dormouse.core.errortext import gist
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
 THREADS: Final = 256
@@ -27,7 +28,7 @@ class Sent(NamedTuple):
     first_s: float | None
     over_s: float
     outcome: str  # "ok" or an error's code
-    why: str = ""  # of an error: the last line of its text
+    why: str = ""  # of an error: its gist
 
     @property
     def latency_s(self) -> float:
@@ -55,7 +56,7 @@ def run(send: Callable[[], Iterable[bytes]], due: Sequence[float], told: Callabl
                 if first_s is None:
                     first_s = time.perf_counter() - began_s
         except CallRefused as error:
-            outcome, why = error.code, str(error).strip().rpartition("\n")[2]
+            outcome, why = error.code, gist(str(error))
         return Sent(due_s, first_s, time.perf_counter() - began_s, outcome, why)
 
     with ThreadPoolExecutor(THREADS) as threads:

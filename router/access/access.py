@@ -267,9 +267,13 @@ def at_the_node(uid: int, user: str) -> Caller:
     return Caller(user, uid, "unix", EVERYTHING)
 
 
+def act_of(act: a.Act) -> Act:
+    return Act.UNPIN if isinstance(act, a.Pin) and not act.pinned else OF_SOCKET[type(act)]
+
+
 def permit(caller: Caller, act: a.Act) -> "Refusal | None":
     """Whether the caller may do such a thing at all; whose functions it may do it to is tenancy.py's."""
-    needed = NEEDS[OF_SOCKET[type(act)]]
+    needed = NEEDS[act_of(act)]
     if needed is None or needed in caller.rights:
         return None
     return Refusal(403, "scope_missing", f"{caller.name} may not do this, which needs {needed!r}")

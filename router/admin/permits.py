@@ -59,7 +59,7 @@ class Permits:
             outcome = error.failure.code
             raise
         finally:
-            self.write(caller, access.OF_SOCKET[type(act)], audited.name, outcome, **audited.more)
+            self.write(caller, access.act_of(act), audited.name, outcome, **audited.more)
 
     def write(self, caller: Caller, act: access.Act, name: str, outcome: str, **more: Any) -> None:
         """One line; ``outcome``: "ok", or the code of the refusal."""

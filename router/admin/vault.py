@@ -67,7 +67,8 @@ class Vault:
             self._leaving[tenant, name] -= 1
             self._leaving += Counter()  # those that are 0 go
         if not removed:
-            raise refuse(404, "unknown_secret", unknown(name, tenant))
+            text = f"tenant {tenant!r} has no secret {name!r}; `dormouse secret ls` says which there are"
+            raise refuse(404, "unknown_secret", text)
 
     def may_use(self, caller: Caller, spec: FunctionSpec) -> None:
         """Whether the caller may deploy a function with these secrets, which are all there. Raises HttpError."""

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from dormouse.core import audit
+from dormouse.core.errortext import gist
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
@@ -232,6 +233,7 @@ def test_a_version_that_does_not_answer_its_check_is_not_switched_to(node: TestN
         with pytest.raises(CallRefused, match=says) as caught:
             deploy(source, check)
         assert caught.value.code == code
+        assert "Traceback" not in gist(str(caught.value)), "what was raised, in one line"
         assert node.admin.versions("checked")[0]["version"] == 1, source
     assert node.admin.invoke("checked", b'{"x": 3}') == b"[1,2,3]", "the one before goes on"
     assert deploy(good, '{"x": 4}') == 2
@@ -257,6 +259,14 @@ def test_the_same_over_http(node: TestNode) -> None:
     assert asked("PUT", "functions/http/pin").body == {"name": "http", "pinned": True}
     assert node.status()["functions"]["http"]["pinned"] is True
     assert asked("DELETE", "functions/http/pin").body == {"name": "http", "pinned": False}
+    node.admin.pin("http", True)
+    node.admin.pin("http", False)
+    lines = audit.read(node.state / "logs" / "audit.log", 0.0)
+    assert [row["act"] for row in lines if row["name"] == "http"][-4:] == ["pin", "unpin"] * 2
+    assert node.admin.jobs("http") == []
+    with pytest.raises(CallRefused) as unknown:
+        node.admin.jobs("htpp")
+    assert unknown.value.code == "unknown_function"
     for path in ("functions/g/versions", "requests?name=g"):
         assert asked("GET", path).code == "unknown_function"
     invoked = node.http("POST", "/functions/http/invoke", 1, headers={**auth, "X-Request-Id": "r"})

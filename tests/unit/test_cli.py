@@ -997,6 +997,8 @@ def told(job: dict[str, Any]) -> dict[str, str]:
 def test_jobs(dormouse: Any, node: Node) -> None:
     assert dormouse("invoke", "f", "[1]", "--detach").out == "j1\n"
     assert [*node.asked] == [a.Invoke(name="f", detach=True)]
+    made = json.loads(dormouse("invoke", "f", "[1]", "--detach", "--json").out)
+    assert made["created"].endswith("Z"), "as `dormouse job` tells it"
     rows = [line.split("\t") for line in dormouse("jobs").out.splitlines()]
     assert rows[0] == ["id", "function", "state", "code", "created", "ended", "expires"]
     assert [row[:4] for row in rows[1:]] == [["j1", "f", "failed", "function_raised"], ["j2", "f", "queued", "-"]]
@@ -1481,6 +1483,18 @@ def test_whatever_prints_commands_no_terminal(dormouse: Any, monkeypatch: pytest
     assert result.out.count(r"\x9b31m\u202e\r[bold]x[/]") == 3
     assert result.out.endswith("[bold]x[/] \u3042\n\xff\\xff\r\n")
     assert result.err.count(r"\x9b31m\u202e\r[bold]x[/]") == 2
+
+
+def test_of_lines_a_table_has_what_was_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    table([{"error": "Traceback (most recent call last):\n  File x\nValueError: no\nsee https://x"}], ["error"])
+    assert capsys.readouterr().out == "error\nValueError: no …\n"
+
+
+def test_an_answer_without_a_body(dormouse: Any, tmp_path: Path) -> None:
+    (tmp_path / "none").touch()  # the node of these tests answers what it was asked
+    ran = dormouse("invoke", "f", f"@{tmp_path / 'none'}")
+    assert (ran.status, ran.out) == (0, "")
+    assert json.loads(dormouse("invoke", "f", f"@{tmp_path / 'none'}", "--json").out)["answer"] is None
 
 
 def test_a_table_on_a_terminal_has_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,12 @@ def test_where_a_command_was_issued_follows_what_was_raised() -> None:
     assert outward(text) == "IndexError: out of range\nissued by aten.index:\nthe function's log has the rest"
 
 
+def test_nobody_is_promised_a_frame_that_is_left_out() -> None:
+    issued = f"  in aten::linear on cuda:0, issued by\n{FRAME}"
+    text = f"Traceback (most recent call last):\n{FRAME}RuntimeError: no\n{issued}"
+    assert outward(text) == "RuntimeError: no\n  in aten::linear on cuda:0\nthe function's log has the rest"
+
+
 def test_a_group_of_exceptions_is_its_own_line() -> None:
     import traceback
 

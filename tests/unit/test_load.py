@@ -40,14 +40,14 @@ def test_time_counts_from_when_a_request_was_due() -> None:
     assert sent[1].latency_s > 4.0
 
 
-def test_an_error_is_its_code_and_its_last_line() -> None:
+def test_an_error_is_its_code_and_its_gist() -> None:
     def send() -> Iterable[bytes]:
-        raise CallRefused(500, "function_raised", "Traceback\n  line 1\nKeyError: 'x'\n")
+        raise CallRefused(500, "function_raised", "Traceback\n  line 1\nKeyError: 'x'\n\n  issued by\n")
 
     (sent,) = load.run(send, [0.0], lambda _: None)
-    assert (sent.outcome, sent.why, sent.first_s) == ("function_raised", "KeyError: 'x'", None)
+    assert (sent.outcome, sent.why, sent.first_s) == ("function_raised", "KeyError: 'x' …", None)
     found = load.summary([sent], 1.0, streamed=False)
-    assert (found["outcomes"], found["errors"]) == ({"function_raised": 1}, {"function_raised": "KeyError: 'x'"})
+    assert (found["outcomes"], found["errors"]) == ({"function_raised": 1}, {"function_raised": "KeyError: 'x' …"})
     assert (found["in_time"], found["latency_ms"]) == (0.0, None)
 
 
