@@ -3,7 +3,7 @@ a traceback as Python prints it. A function prints what it likes, so of other te
 
 Marks in the log say of what follows when it was printed, by which instance, and during which request::
 
-    \\x1e 2026-11-28T13:19:40.123Z <space> 3-16 <space> request's id, if one is known \\x1f
+    \\x1e 2026-11-28T13:19:40.123Z <space> 3-16 <space> request's id, or ids with commas, if known \\x1f
 
 What a function prints has no \\x1e in it: the router takes these out.
 """
@@ -19,7 +19,9 @@ _MARK: Final = re.compile(rb"\x1e([^\x1e\x1f\n]*)\x1f?")
 
 
 class LineOrigin(NamedTuple):
-    """When a line was printed, by which instance, during which request; "" for what is not known."""
+    """When a line was printed, by which instance, during which request (of a batch: all, with commas); "" for what is
+    not known.
+    """
 
     time: str = ""
     instance: str = ""
@@ -37,7 +39,9 @@ class LogLine(NamedTuple):
         return " ".join(part or "-" for part in self.origin).encode() + b" | " + self.text
 
     def has(self, text: str) -> bool:
-        return text.casefold() in map(str.casefold, self.origin[1:]) or _has(self.text, text)
+        instance, request = self.origin[1:]
+        names = (instance, request, *request.split(","))  # those of a batch
+        return text.casefold() in map(str.casefold, names) or _has(self.text, text)
 
 
 def mark(now_s: float, instance: str, request: str) -> bytes:

@@ -72,7 +72,7 @@ class InstanceStarts:
         starts = f"--- instance {name} of version {spec.version} starts, {utc(time.time())}\n"
         log.write(starts.encode(), name)
         host.mask = SecretMask(secrets)
-        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask), name)
+        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name), copy(host.mask), name, host.running)
         folder = self._snapshots.tree(spec.name, spec.snapshot)
         own = self._environments.site(spec.environment) if spec.environment else ""
         fork = self._instances.fork_message(host, spec, str(folder), device, variables >= 0, own)

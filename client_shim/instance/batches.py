@@ -113,6 +113,7 @@ class Batches:
         sys.stderr.flush()
         for run, outcome in zip(taken, outcomes, strict=True):
             self._send(run, outcome)
+        context.end()
 
     def _end(self) -> FailedRequest | None:
         """Give the lease back; why the batch has failed all the same, if it has."""
@@ -129,6 +130,7 @@ class Batches:
 
     def _send(self, run: m.Run, outcome: Outcome) -> None:
         if isinstance(outcome, FailedRequest) and outcome.code not in (*report.CLIENTS, "cancelled"):
+            context.begin(run)
             print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
         self._router.send(said(run.request, outcome))
 
@@ -139,6 +141,7 @@ class Batches:
         good: list[tuple[m.Run, AskedRequest]] = []
         for run in runs:
             assert run.body is not None, "requests of many come in messages"
+            context.begin(run)
             try:
                 good.append((run, self._runner.hints.asked(run.body, run.kind, run.accept)))
             except BaseException as error:  # code of the types runs here, too
@@ -150,7 +153,7 @@ class Batches:
     def _called(self, good: list[tuple[m.Run, AskedRequest]]) -> list[Outcome]:
         alone = good[0][0] if len(good) == 1 else None
         if alone is None:
-            context.end()
+            context.begin_together([run for run, _ in good])
         else:
             context.begin(alone)
         failed: FailedRequest | None = None

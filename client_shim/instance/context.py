@@ -1,12 +1,17 @@
 """Which request is being answered, for the function's own code and its log.
 
-``current()`` is right in tasks and, where a library copies its caller's context, in threads too.
+``current()`` is right in tasks, in threads that a request starts, and in what it gives to a pool of threads.
 """
 
 import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
+from dormouse.client_shim.patches import patch
+from dormouse.core import loglabels
 from dormouse.schemas.messages import Run
 
 
@@ -30,7 +35,20 @@ class CurrentRequest(NamedTuple):
 
 OUTSIDE: Final = CurrentRequest()
 
-_CURRENT: Final[ContextVar[CurrentRequest]] = ContextVar("dormouse_request", default=OUTSIDE)
+
+class _Handled(NamedTuple):
+    """``label`` is of what is printed meanwhile; b"" if that is no request's."""
+
+    request: CurrentRequest = OUTSIDE
+    label: bytes = b""
+
+
+_NOBODY: Final = _Handled()
+
+_HANDLED: Final[ContextVar[_Handled | None]] = ContextVar("dormouse_request", default=None)
+
+_STARTED_FOR: Final = "_dormouse_started_for"
+"""Of a thread."""
 
 
 def of(run: Run) -> CurrentRequest:
@@ -38,15 +56,52 @@ def of(run: Run) -> CurrentRequest:
 
 
 def begin(run: Run) -> None:
-    _CURRENT.set(of(run))
+    _HANDLED.set(_Handled(of(run), loglabels.label([run.request])))
+
+
+def begin_together(runs: Sequence[Run]) -> None:
+    """Of several, none is the current one; what is printed is of all."""
+    _HANDLED.set(_Handled(OUTSIDE, loglabels.label(run.request for run in runs)))
 
 
 def end() -> None:
-    _CURRENT.set(OUTSIDE)
+    _HANDLED.set(_NOBODY)
 
 
 def current() -> CurrentRequest:
-    return _CURRENT.get()
+    return _handled().request
+
+
+def label() -> bytes:
+    return _handled().label
+
+
+def _handled() -> _Handled:
+    found = _HANDLED.get()
+    return getattr(threading.current_thread(), _STARTED_FOR, _NOBODY) if found is None else found
+
+
+def carry_into_threads() -> None:
+    """A thread is of the request that starts it, and a pool's for as long as it does something of a request."""
+    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+    def started(thread: threading.Thread) -> None:
+        setattr(thread, _STARTED_FOR, _handled())
+        start(thread)
+
+    def submitted(pool: ThreadPoolExecutor, code: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return submit(pool, _carried, _handled(), code, *args, **kwargs)
+
+    patch(threading.Thread, "start", started)
+    patch(ThreadPoolExecutor, "submit", submitted)
+
+
+def _carried(handled: _Handled, code: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    before = _HANDLED.set(handled)
+    try:
+        return code(*args, **kwargs)
+    finally:
+        _HANDLED.reset(before)
 
 
 def label_log_records() -> None:

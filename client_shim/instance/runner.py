@@ -296,6 +296,11 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     if own := os.environ.get(ENVIRONMENT):
         _use(own)
     context.label_log_records()
+    context.carry_into_threads()
+    if fork.llm is None and fork.batch + fork.concurrency > 1:
+        from dormouse.client_shim.instance import labelled_output  # of what others do not need
+
+        labelled_output.install()
     gc.enable()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers

@@ -106,7 +106,7 @@ class InstanceHost:
         self._request_nbytes = self._response_nbytes = 0  # of what has gone through the arena, at most
         self._forgetting: asyncio.TimerHandle | None = None
         self.log_pipe: LogPipe | None = None
-        self._running: dict[int, str] = {}  # ids of requests, by ticket
+        self.running: dict[int, str] = {}  # ids of requests, by ticket
         self.directory = paths.instance(name)
 
         def heard(message: m.InstanceToRouter) -> None:
@@ -158,17 +158,18 @@ class InstanceHost:
         )
 
     def runs(self, ticket: int, request: str) -> None:
-        """It is given a request of this id. What it prints is attributed while it has just one."""
-        self._running[ticket] = request
-        self._attribute()
+        """It is given a request of this id."""
+        self._drain_log()
+        self.running[ticket] = request
 
     def _ran(self, ticket: int) -> None:
-        if self._running.pop(ticket, None) is not None:
-            self._attribute()
+        if ticket in self.running:
+            self._drain_log()
+            del self.running[ticket]
 
-    def _attribute(self) -> None:
+    def _drain_log(self) -> None:
         if self.log_pipe is not None:
-            self.log_pipe.attribute(next(iter(self._running.values())) if len(self._running) == 1 else "")
+            self.log_pipe.drain()
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
@@ -240,8 +241,8 @@ class InstanceHost:
         if self.log_pipe is not None:
             self.log_pipe.close()
             said = [f"instance {self.name} ended: {f'it {how}' if how else 'the node stops'}"]
-            said += [f"request {request}" for request in list(self._running.values())[:TOLD]]
-            said += [f"and {len(self._running) - TOLD} more"] if len(self._running) > TOLD else []
+            said += [f"request {request}" for request in list(self.running.values())[:TOLD]]
+            said += [f"and {len(self.running) - TOLD} more"] if len(self.running) > TOLD else []
             self.log_pipe.note(", ".join([*said, utc(time.time())]))
         self.arena.close()
         with contextlib.suppress(OSError):  # else with the run directory

@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from dormouse.core.logrecords import having, lines_of
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 FUNCTION = """
-import asyncio, os, time
+import asyncio, logging, os, sys, threading, time
 import torch
 from dormouse.client_shim.instance.context import current
 
@@ -53,6 +55,20 @@ async def bad(weights, request):
     picked = weights[index]
     await asyncio.sleep(0.2)  # others ask first
     return picked.sum().item()
+
+async def speaks(weights, request):
+    "At the same time as others, in each way that there is."
+    number = request["n"]
+    for way in range(3):
+        print("print", number)
+        print("error", number, file=sys.stderr)
+        logging.warning("logged %d", number)
+        thread = threading.Thread(target=print, args=("thread", number))
+        thread.start()
+        thread.join()
+        await all_here(request)
+        await asyncio.get_running_loop().run_in_executor(None, print, "pool", number)
+    (weights * number).sum().item()
 
 async def raises(weights, request):
     raise ValueError(request["text"])
@@ -130,6 +146,20 @@ def test_so_many_are_in_one_instance_and_no_more(node: TestNode) -> None:
     assert [answer.body["id"] for answer in answers] == [answer.headers["x-request-id"] for answer in answers]
     together(*(ask(node, "computes", steps=3, awaits=True) for _ in range(20)))
     assert node.result("many", {"do": "seen"})["most"] == 8
+
+
+def test_each_line_of_the_log_is_its_requests(node: TestNode) -> None:
+    answers = together(*(ask(node, "speaks", at=4, n=n) for n in range(4)))
+    assert [answer.status for answer in answers] == [200] * 4
+    lines = list(lines_of((node.marked_log("many"),)))
+    for number, answer in enumerate(answers):
+        said = [line.text.decode().strip() for line in lines if line.origin.request == answer.headers["x-request-id"]]
+        ways = {f"{way} {number}" for way in ("print", "error", "thread", "pool")} | {f"WARNING:root:logged {number}"}
+        assert Counter(said) == dict.fromkeys(ways, 3)
+        found = b"".join(
+            line.text for record in having(node.marked_log("many"), answer.headers["x-request-id"]) for line in record
+        )
+        assert found.decode().split("\n")[:-1] == said
 
 
 def test_an_error_of_the_gpu_is_that_requests_and_no_others(node: TestNode) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dormouse.core.logrecords import having
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 FUNCTION = """
@@ -102,6 +103,12 @@ def test_a_batch_that_fails_is_tried_one_by_one(node: TestNode, do: str, words: 
     assert words in answers[1].message
     said = node.log_of("batched").partition("dormouse: a batch of 3 failed; each of its requests is tried alone\n  ")[2]
     assert words in said
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    together = having(node.marked_log("batched"), ids[0])
+    assert [record[0].origin.request for record in together] == [",".join(ids)], "no other line is of the first"
+    assert b"a batch of 3 failed" in together[0][0].text
+    own = [record for record in having(node.marked_log("batched"), ids[1]) if record[0].origin.request == ids[1]]
+    assert [record[0].text for record in own] == [f"dormouse: request {ids[1]} failed\n".encode()]
 
 
 def test_a_request_that_is_wrong_is_in_no_batch(node: TestNode) -> None:

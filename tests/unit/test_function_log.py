@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core.loglabels import label
 from dormouse.core.logrecords import lines_of
 from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.router.instances.functionlog import (
     CLOSE_NBYTES,
     MASKED_NBYTES,
     MOST_MARKS,
+    MOST_PARTS,
     READ_NBYTES,
     FunctionLog,
     FunctionLogs,
@@ -217,13 +219,70 @@ def test_what_is_in_the_pipe_belongs_to_the_request_that_was_until_then(tmp_path
     log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=10_000)
 
     async def scenario() -> None:
-        pipe = LogPipe(log, instance="3-16")
+        running: dict[int, str] = {}
+        pipe = LogPipe(log, instance="3-16", running=running)
         for request in ("mine-1", "", "mine-2"):
-            pipe.attribute(request)
+            pipe.drain()
+            running.clear()
+            running |= {7: request} if request else {}
             os.write(pipe.write_fd, f"while {request}\n".encode())
         pipe.close()
+        pipe.note("the end")
 
     asyncio.run(scenario())
     found = [(line.text, *line.origin[1:]) for line in lines_of((log.tail(99),))]
-    assert found == [(f"while {request}\n".encode(), "3-16", request) for request in ("mine-1", "", "mine-2")]
+    told = [(f"while {request}\n".encode(), "3-16", request) for request in ("mine-1", "", "mine-2")]
+    assert found == [*told, (b"--- the end\n", "3-16", "mine-2")]
+    log.close()
+
+
+def _told(tmp_path: Path, running: dict[int, str], *printed: bytes) -> list[tuple[bytes, str]]:
+    """What the log says of this, with the request of each line."""
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1 << 20)
+
+    async def scenario() -> None:
+        pipe = LogPipe(log, instance="3-16", running=running)
+        for data in printed:
+            os.write(pipe.write_fd, data)
+            pipe.drain()
+        pipe.close()
+
+    asyncio.run(scenario())
+    try:
+        return [(line.text, line.origin.request) for line in lines_of((log.tail(9999),))]
+    finally:
+        log.remove()
+
+
+def test_of_several_requests_labels_say_whose_a_line_is(tmp_path: Path) -> None:
+    running = {1: "mine-1", 2: "a,b", 3: "mine-3"}
+    whole = b"\x1e1\x1fone\n\x1e\x1fnobody's\n\x1e2\x1ftwo\n\x1e1,3,9\x1fa batch's\n\x1e9\x1fof one that has ended\n"
+    told = [
+        *((b"one\n", "mine-1"), (b"nobody's\n", ""), (b"two\n", "a,b"), (b"a batch's\n", "mine-1,mine-3")),
+        (b"of one that has ended\n", ""),
+    ]
+    assert _told(tmp_path, running, whole) == told
+    assert _told(tmp_path, running, *(bytes([each]) for each in whole)) == told
+    odd = b'\x1e{"a": 1}\n\x1e12\n\x1e'
+    assert _told(tmp_path, running, odd) == [(b'?{"a": 1}\n', ""), (b"?12\n", ""), (b"?", "")], "those are none"
+    many = {number: f"r-{number:0100}" for number in range(99)}
+    ((_, said),) = _told(tmp_path, many, label(many) + b"x\n")
+    assert said.split(",") == [*list(many.values())[:39], "+60"]
+
+
+def test_labels_cost_no_more_than_lines_do(tmp_path: Path) -> None:
+    told = _told(tmp_path, {1: "a", 2: "b"}, b"\x1e1\x1fx\n\x1e2\x1fy\n" * 2000)
+    assert [request for _, request in told] == ["a", "b"] * (MOST_PARTS // 2) + [""] * (4000 - MOST_PARTS)
+
+
+def test_a_secret_between_two_writes_of_a_request_is_hidden(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1000)
+
+    async def scenario() -> None:
+        pipe = LogPipe(log, mask=SecretMask({"S": "hf_abcdef"}), running={1: "a"})
+        os.write(pipe.write_fd, b"\x1e1\x1fit is hf_ab\x1e\x1f\x1e1\x1fcdef\n\x1e\x1f")
+        pipe.close()
+
+    asyncio.run(scenario())
+    assert b"hf_ab" not in log.tail(9)
     log.close()

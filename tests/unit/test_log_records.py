@@ -167,6 +167,7 @@ def test_marks_say_of_each_line_when_by_whom_and_for_which_request_it_was_printe
     assert list(searched((log,), "mine-1")) == known[1:4]
     assert _having(log, "3-17") == [b"f\n", b"three\n"]
     assert _having(log, "mine") == [], "ids are whole"
+    assert _having(mark(1, "3-16", "mine-1,mine-2") + b"one\n", "MINE-2") == [b"one\n"]
     assert (last_mark(log), last_mark(b"none\n"), last_mark(b"")) == (mark(1002, "", ""), b"", b"")
     assert known[1].told() == {"time": first.time, "instance": "3-16", "request": "mine-1", "text": "one"}
     assert known[5].long() == b"1970-01-01T00:16:41.000Z 3-17 - | three\n"
