@@ -56,6 +56,7 @@ class MachineState:
         self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
+        self.unknown: tuple[int, float] | None = None  # who waits for a version of its model, and since when
         self.offload = offload  # as in schemas/policy.py
         self.worth: Mapping[str, float] = {}  # of a byte of each model here, as it was told last
         self.room_s = ROOM_S

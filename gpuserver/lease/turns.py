@@ -1,7 +1,7 @@
 """Turns: who may compute, and whose frames go to the compute thread. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
-from typing import assert_never
+from typing import Final, assert_never
 
 from dormouse.core.memory.wake_plan import WakePlan
 from dormouse.gpuserver.lease import effects as o
@@ -10,6 +10,11 @@ from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.held import TURN, AttachedInstance, HeldLease, LeaseState
 from dormouse.gpuserver.lease.state import MachineState
 from dormouse.schemas import messages as m
+
+VERSION_S: Final = 5.0
+"""How long a lease may wait for the version of its model that its instance says there is. The store tells executors of
+one before it tells the instance, so it is there in milliseconds; one that never comes was made up, and others wait.
+"""
 
 
 def next_turns(state: MachineState) -> None:
@@ -27,8 +32,12 @@ def next_turns(state: MachineState) -> None:
 def begin(state: MachineState, woken: e.WakeAsked) -> bool:
     """A new lease; False if it has to wait."""
     wake = woken.wake
-    instance, manifest = state.instances.get(wake.instance), state.manifests.get(wake.instance)
-    if instance is None or (manifest.version if manifest is not None else 0) < wake.version:
+    instance = state.instances.get(wake.instance)
+    if instance is None:
+        return False
+    if _unknown(state, wake):
+        if state.unknown is None or state.unknown[0] != wake.lease.serial:
+            state.unknown = wake.lease.serial, state.now_s
         return False
     if instance.lease is not None or state.residency.coming(wake.instance):
         return False  # it is being closed; or others' copies bring what it shares
@@ -55,6 +64,12 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
         state.ordinary_s = state.now_s
     admit(state, actions)
     return True
+
+
+def _unknown(state: MachineState, wake: m.Wake) -> bool:
+    """Whether its instance knows a newer version of its model than is known here."""
+    manifest = state.manifests.get(wake.instance)
+    return (manifest.version if manifest is not None else 0) < wake.version
 
 
 def tell_begin(
@@ -142,6 +157,12 @@ def tick(state: MachineState) -> None:
         if may_idle(lease) and state.now_s >= lease.since_s + state.turn_s:
             lease.idle = True
             state.emit(m.Idle(serial=lease.serial))
+    if state.unknown is not None and state.now_s >= state.unknown[1] + VERSION_S:
+        (serial, _), state.unknown = state.unknown, None
+        if (woken := waiting(state, serial)) is not None and _unknown(state, woken.wake):
+            text = f"version {woken.wake.version} of its model, which the store does not know"
+            give_up(state, woken, "violated")
+            admit(state, state.gate.expel(woken.wake.instance, text))
 
 
 def admit(state: MachineState, actions: Iterable[gate.Action], story: str = "") -> None:
@@ -220,11 +241,16 @@ def over(state: MachineState, serials: Iterable[int]) -> None:
 
 def revoke(state: MachineState, serial: int) -> None:
     if (woken := waiting(state, serial)) is not None:
-        state.coming.remove(woken)  # nothing to undo, but its Done is owed, and its frames are late
-        admit(state, state.gate.skip(serial))
-        state.emit(endings.done(state, HeldLease(woken.wake, outcome="revoked")))
+        give_up(state, woken, "revoked")
     elif (lease := state.leases.get(serial)) is not None:
         endings.cut(state, lease, "revoked")
+
+
+def give_up(state: MachineState, woken: e.WakeAsked, outcome: str) -> None:
+    """There is nothing to undo, but its Done is owed, and its frames are late."""
+    state.coming.remove(woken)
+    admit(state, state.gate.skip(woken.wake.lease.serial))
+    state.emit(endings.done(state, HeldLease(woken.wake, outcome=outcome)))
 
 
 def waiting(state: MachineState, serial: int) -> e.WakeAsked | None:
@@ -235,4 +261,7 @@ def waiting(state: MachineState, serial: int) -> e.WakeAsked | None:
 
 def next_deadline_s(state: MachineState) -> float | None:
     """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
-    return min((lease.since_s + state.turn_s for lease in state.leases.values() if may_idle(lease)), default=None)
+    due = [lease.since_s + state.turn_s for lease in state.leases.values() if may_idle(lease)]
+    if state.unknown is not None:
+        due.append(state.unknown[1] + VERSION_S)
+    return min(due, default=None)

@@ -6,10 +6,12 @@ import msgpack
 import pytest
 from lease_compute import SECRET, Orders
 from lease_memory import POOLS, UNIT, size
+from msgspec import structs
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.lease.turns import VERSION_S
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -218,6 +220,31 @@ def test_a_revoke_of_a_wake_that_waits_is_no_end_of_those_before_it() -> None:
         hand.wake(serial, name)
     hand.frame(2, 1, "b")
     assert not of(o.Reply, hand(m.Revoke(serial=3)))
+
+
+def test_a_version_that_the_store_never_tells_of_holds_nobody_up_for_long() -> None:
+    """An instance names the version, so one that nobody ever makes kept the GPU from all others."""
+    hand = Hand()
+    hand.attach("liar", 1)
+    hand.attach("honest", 1, first=200)
+    hand.attach("other", 1, first=300)
+    for serial, name, version in ((1, "liar", 1 << 40), (2, "honest", 2), (3, "other", 1)):
+        wake = structs.replace(wake_of(serial, name), version=version)
+        assert hand(e.WakeAsked(wake, e.WakeRates(1.0, 0.0))) == []
+    assert hand.machine.next_deadline_s == 7.0 + VERSION_S
+    hand.now_s = 5.0 + VERSION_S
+    assert hand(e.Tick()) == [], "it may still come"
+    hand.now_s = 6.0 + VERSION_S
+    done, expelled = hand(e.Tick())
+    assert isinstance(done, m.Done)
+    assert (done.serial, done.outcome) == (1, "violated")
+    text = "version 1099511627776 of its model, which the store does not know"
+    assert expelled == o.Expel("liar", text, "")
+    assert hand.machine.leases == {}, "the next one waits for its own"
+    hand.model("honest", 1, first=200, version=2)
+    assert [lease.instance for lease in hand.machine.leases.values()] == ["honest"]
+    hand.now_s = 7.0 + 2 * VERSION_S
+    assert not any(isinstance(effect, o.Expel) for effect in hand(e.Tick())), "it has come in time"
 
 
 # waits for a mend: the wake was planned on memory that is refused now
