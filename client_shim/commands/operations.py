@@ -17,7 +17,9 @@ from dormouse.schemas import stream as wire
 Handler = Callable[["Operation", tuple[Any, ...], dict[str, Any]], Any]
 
 # Scalars of these decide the result's shape, or whether to wait for it, so their values belong in the key.
-DECIDED_BY_SCALARS: Final = {"aten::arange", "aten::range", "aten::histc"}
+DECIDED_BY_SCALARS: Final = {
+    f"aten::{name}" for name in ("arange", "range", "histc", "renorm", "renorm_", "softshrink")
+}
 
 # Results depend on data though no tag says so, or the meta kernel answers without looking.
 ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::allclose"}

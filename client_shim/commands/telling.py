@@ -11,11 +11,14 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.commands import composites
 from dormouse.client_shim.commands.plans import Call, Plan, Way
 from dormouse.schemas import stream as wire
 
 Arguments = dict[str, Any]
 """Of a call, by name."""
+
+_broadcast: Any = torch.broadcast_shapes
 
 
 def _always(_: Arguments) -> bool:
@@ -48,10 +51,25 @@ def _backwards(arguments: Arguments) -> bool:
     return low is not None and high is not None and not low < high
 
 
-def _masked(arguments: Arguments) -> bool:
-    """How many elements a mask chooses is a value; one value goes to any number of them."""
-    masks = any(index is not None and not index.dtype.is_signed for index in arguments["indices"])
-    return masks and arguments["values"].numel() != 1
+def _misplaced(arguments: Arguments) -> bool:
+    """How many elements a mask chooses is a value; one value goes to any number of them. Of indices the shape is known,
+    and whether the values have it.
+    """
+    data, indices, values = arguments["self"], arguments["indices"], arguments["values"]
+    places = {at: index for at, index in enumerate(indices) if index is not None}
+    if values.numel() == 1 or not places:
+        return False
+    if any(not index.dtype.is_signed for index in places.values()):
+        return True
+    try:
+        chosen = _broadcast(*(index.shape for index in places.values()))
+        first, last = min(places), max(places)
+        start = first if last - first == len(places) - 1 else 0
+        kept = [size for at, size in enumerate(data.shape) if at not in places]
+        shape = torch.Size([*kept[:start], *chosen, *kept[start:]])
+        return bool(_broadcast(shape, values.shape) != shape)
+    except RuntimeError:
+        return True
 
 
 def _boundaries(arguments: Arguments) -> bool:
@@ -102,7 +120,7 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     "normal": _spread_of_data,
     **dict.fromkeys(("bernoulli", "bernoulli_"), _chance),
     **dict.fromkeys(("random_", "uniform_"), _backwards),
-    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _masked),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _misplaced),
     "bucketize": _boundaries,
     "one_hot": lambda arguments: arguments.get("num_classes", -1) < 1,
     "heaviside": _two_dtypes("self", "values"),
@@ -112,6 +130,7 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     **dict.fromkeys(("renorm", "renorm_"), _bounds),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _complex_number),
     "softshrink": lambda arguments: not arguments.get("lambd", 0.5) >= 0,
+    **dict.fromkeys(composites.UPSAMPLING, lambda arguments: any(size < 1 for size in arguments["output_size"] or ())),
     "put": lambda arguments: bool(arguments["index"].numel() != arguments["source"].numel()),
     **dict.fromkeys(("cummax", "cummin"), _without_order),
 }
@@ -132,8 +151,10 @@ def _over_itself(call: Call) -> bool:
     """An `out` that is also read, or of which two elements are one."""
     found = call.kwargs.get("out")
     outs: list[Any] = [out for out in (found if isinstance(found, list | tuple) else [found]) if call.is_remote(out)]
-    read = [remote._storage for remote in call.remotes if not any(remote is out for out in outs)]
-    return any(0 in out._meta.stride or any(out._storage is storage for storage in read) for out in outs)
+    if not outs or torch.Tag.pointwise in call.operation.op.tags:  # of these shape rules know
+        return False
+    storages = [remote._storage for remote in call.remotes]
+    return any(0 in out._meta.stride or storages.count(out._storage) > 1 for out in outs)
 
 
 def _something_of_nothing(plan: Plan, call: Call) -> bool:

@@ -39,6 +39,12 @@ class On:
         return some[some > 3]
 
 
+def _put(values: Tensor, index: Any, length: int) -> None:
+    """First in a way that succeeds."""
+    values[index] = values.new_ones(values[index].shape)
+    values[index] = values.new_ones(length)
+
+
 WRONG: dict[str, Callable[[On], Any]] = {
     "cholesky": lambda on: linalg.cholesky(-on.eye()),
     "cholesky, old": lambda on: torch.cholesky(-on.eye()),
@@ -121,14 +127,19 @@ WRONG: dict[str, Callable[[On], Any]] = {
     "index_select": lambda on: on.eye().index_select(0, on.at([0])),
     "index_add": lambda on: on.full(0, 3, 2).index_add_(0, on.at(0, 2), on.full(1, 2)),
     "index_copy": lambda on: on.full(0, 3, 2).index_copy_(0, on.at(0, 2), on.full(1, 2, 3)),
-    "renorm": lambda on: on.eye().renorm(2, 0, -1),
-    "softshrink": lambda on: F.softshrink(on.eye(), -1),
+    "renorm": lambda on: (on.eye().renorm(2, 0, 1), on.eye().renorm(2, 0, -1)),
+    "softshrink": lambda on: (F.softshrink(on.eye(), 1), F.softshrink(on.eye(), -1)),
+    "interpolate": lambda on: F.interpolate(on.full(1, 1, 1, 4), 0, mode="linear"),
+    "values of another shape": lambda on: _put(on.full(0, 3), (on.at(0, 1),), 3),
+    "values that are too many": lambda on: _put(on.eye(), (on.at(0, 1), on.at(0, 1)), 3),
+    "values of a column": lambda on: _put(on.eye(), (slice(None), on.at(0, 1)), 4),
     "side": lambda on: torch.searchsorted(on.at(1.0, 2.0), on.at(1.0), side="both"),
     "put": lambda on: on.full(0, 3).put(on.at(0, 1), on.at(1.0)),
     "select_scatter": lambda on: on.eye().select_scatter(on.full(1, 2), 0, 0),
     "as_strided_scatter": lambda on: on.eye().as_strided_scatter(on.full(1, 2), (2,), (200,)),
     "out of another dtype": lambda on: torch.complex(on.at(1.0), on.at(2.0), out=on.at(1j).to(torch.complex128)),
     "out is read": lambda on: torch.gather(values := on.full(1, 3), 0, on.at(2, 1, 0), out=values),
+    "out is one of a list": lambda on: torch.cat([on.full(1, 0), values := on.eye()], out=values),
     "out is one element": lambda on: torch.cat([on.full(1, 3)], out=on.at(1.0).expand(3)),
     "aminmax": lambda on: torch.aminmax(on.eye(), out=(on.at(1.0).double()[0], on.at(1.0).double()[0])),
     "transpose_": lambda on: on.eye().transpose_(0, 2),
