@@ -59,7 +59,9 @@ def parse_duration_ms(text: str | int | float) -> int:
     milliseconds = float(match[1]) * {"ms": 1, "": 1, "s": 1000, "m": 60_000, "h": 3_600_000}[match[2]]
     if milliseconds > YEAR_MS:
         raise ConfigError(f"{text} is too long; write at most a year, 8760h")
-    return max(1, int(milliseconds))
+    if milliseconds < 1:
+        raise ConfigError(f"{text} is too short; write at least 1ms")
+    return int(milliseconds)
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

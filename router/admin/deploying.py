@@ -88,7 +88,7 @@ def spec_of(
         raise ConfigError(f"concurrency is {settings.concurrency}; write a number from 1 to {MOST_OPEN}")
     if not 0 <= settings.batch <= MOST_OPEN // 2:
         raise ConfigError(f"batch is {settings.batch}; write a number from 1 to {MOST_OPEN // 2}, or 0 for none")
-    batch_wait_ms = parse_duration_ms(settings.batch_wait) if settings.batch_wait not in (0, "0", "0ms", "0s") else 0
+    batch_wait_ms = _ms("batch_wait", settings.batch_wait) if settings.batch_wait not in (0, "0", "0ms", "0s") else 0
     if batch_wait_ms and not settings.batch:
         raise ConfigError("batch_wait is of functions with batch: how many requests at most (--batch 8)")
     if settings.batch and settings.concurrency > 1:

@@ -60,6 +60,12 @@ def test_a_duration_that_nobody_waits_for(text: str | int) -> None:
         parse_duration_ms(text)
 
 
+@pytest.mark.parametrize("text", [0, "0", "0s", "0.9ms"])
+def test_a_duration_in_which_nothing_is_done(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is too short; write at least 1ms"):
+        parse_duration_ms(text)
+
+
 def test_no_file_is_a_whole_node() -> None:
     config = NodeConfig()
     assert config.gpu_count >= 1
