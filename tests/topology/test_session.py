@@ -1,12 +1,15 @@
 """`dormouse run`: any Python program, linked to a running node."""
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 
 import pytest
+from guides import Reader, commands
 
 from dormouse.core.node.testing import TestNode, running_node
 
@@ -156,3 +159,42 @@ def test_a_program_that_goes_on_whatever_fails_is_run_again_on_the_node_that_too
         assert "this program is interrupted" in stderr, stderr
         assert "is run again in 1 s" in stderr, stderr
         assert process.returncode == 128 + 15, stderr
+
+
+SERVICE = """
+    import json, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    import torch
+    model = torch.nn.Linear(4, 2).to("cuda")
+
+    class Score(BaseHTTPRequestHandler):
+        def do_POST(self):
+            x = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with torch.no_grad():
+                body = json.dumps(model(torch.tensor(x, dtype=torch.float32, device="cuda")).tolist()).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = HTTPServer(("127.0.0.1", 0), Score)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+"""
+
+
+def test_the_guide_to_services_that_one_has(node: TestNode) -> None:
+    """Its commands, with a service that needs no library beside torch."""
+    serve, ask, status = commands("docs/moving.md")
+    (node.directory / "app.py").write_text(textwrap.dedent(SERVICE))
+    reader = Reader(node.directory, node.directory / "shell", node)
+    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), *shlex.split(serve)[1:]]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=node.directory) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().strip()
+            answer = json.loads(reader.types(ask.replace(":8080", f":{port}")))
+            assert [type(each) for each in answer] == [float, float]
+            assert "app.py" in reader.types(status)
+        finally:
+            process.terminate()
