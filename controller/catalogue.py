@@ -6,13 +6,13 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from dormouse.core.config import StartSection
+from dormouse.core.database import opening
 from dormouse.schemas.errors import ConfigError, DormouseError
 from dormouse.schemas.messages import FunctionSpec, StepTimes
 
@@ -47,35 +47,15 @@ class CatalogueFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reserve = path.with_name(path.name + ".reserve")
-        with ExitStack() as undo:
-            try:
-                self._db = sqlite3.connect(path, isolation_level=None)
-                undo.callback(self._db.close)
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                (found,) = self._db.execute("PRAGMA user_version").fetchone()
-                if found not in (0, SCHEMA_VERSION):
-                    raise ConfigError(
-                        f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
-                        "use another state directory"
-                    )
-                names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'traffic', 'batch_times'"
-                missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
-                for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
-                    self._db.execute(statement)
-                if not found:
-                    self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-                self.functions()  # while it can still be refused
-            except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
-                raise ConfigError(
-                    f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
-                ) from error
-            except (sqlite3.DatabaseError, msgspec.MsgspecError) as error:
-                raise ConfigError(
-                    f"{path}: {error}; restore it from a copy, or move it away and `dormouse up --forget-models` to "
-                    "start with no functions"
-                ) from error
-            undo.pop_all()
+        way_on = "restore it from a copy, or move it away and `dormouse up --forget-models` to start with no functions"
+        with opening(path, "a catalogue", SCHEMA_VERSION, way_on) as (self._db, new):
+            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'traffic', 'batch_times'"
+            missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
+            for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
+                self._db.execute(statement)
+            if new:
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self.functions()  # while it can still be refused
         self.settle()
 
     def _count(self, what: str) -> int:

@@ -7,10 +7,11 @@ all the time, over a connection of their own, so that a reader does not wait for
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from dormouse.core.database import opening
 from dormouse.gpuserver.store.memory.functions import Key
 from dormouse.schemas.errors import ConfigError
 
@@ -74,38 +75,19 @@ class Index:
     """
 
     def __init__(self, path: Path | None, segments: Path | None = None) -> None:
-        name = ":memory:" if path is None else str(path)
-        with ExitStack() as undo:
-            try:
-                self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False)
-                undo.callback(self._db.close)
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                (found,) = self._db.execute("PRAGMA user_version").fetchone()
-                if found not in (0, SCHEMA_VERSION):
+        how = opening(path, "a store's index", SCHEMA_VERSION, RESTORE, check_same_thread=False)
+        with how as (self._db, new):
+            if new:
+                if segments is not None and any(segments.glob("*/*")):
                     raise ConfigError(
-                        f"{path} is a store's index of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
-                        "use another state directory"
+                        f"{path} is lost or empty, but {segments} has models, which nothing else tells apart; {RESTORE}"
                     )
-                if not found:
-                    if segments is not None and any(segments.glob("*/*")):
-                        raise ConfigError(
-                            f"{path} is lost or empty, but {segments} has models, which nothing else tells apart; "
-                            f"{RESTORE}"
-                        )
-                    for statement in _SCHEMA:
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-                self.first_id = self._reserve_ids()
-                self.segments, self.functions = self._read()
-                self._reader = self._db if path is None else sqlite3.connect(name, isolation_level=None)
-            except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
-                raise ConfigError(
-                    f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
-                ) from error
-            except sqlite3.DatabaseError as error:
-                raise ConfigError(f"{path}: {error}; {RESTORE}") from error
-            undo.pop_all()
+                for statement in _SCHEMA:
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self.first_id = self._reserve_ids()
+            self.segments, self.functions = self._read()
+            self._reader = self._db if path is None else sqlite3.connect(path, isolation_level=None)
 
     def _reserve_ids(self) -> int:
         row = self._db.execute("SELECT next_id FROM runs").fetchone()
