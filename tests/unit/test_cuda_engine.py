@@ -502,8 +502,8 @@ def test_a_fault_that_shows_late_shows_in_the_lease_that_caused_it(control: Cont
     world.told = set()
     world.engine.manifest(tests.MODEL)
     world.wake(1)
-    assert world.read(1, 1, 0, metas=metas(world)) == bytes(16)
     world.until(m.Awake)
+    assert world.read(1, 1, 0, metas=metas(world)) == bytes(16)
     control.fail("cuStreamSynchronize", 1, 710, sticky=True)
     with pytest.raises(DeviceLost, match="710"):
         world.frame(1, 2, wire.END, 8, 0)
