@@ -481,8 +481,8 @@ def test_d1_what_is_announced_takes_nothing_from_others(make_kit: MakeKit) -> No
         )
         most = 8 if kit.config.start.cuda else 16  # where GPUs pin slabs, each is there as soon as it is announced
         assert answers == [m.Uploaded()] * most + [answers[-1]] * (40 - most)
-        status = await kit.status(lambda status: True)
-        assert status.host_nbytes == (32 * MIB if kit.config.start.cuda else 0)
+        held = 32 * MIB if kit.config.start.cuda else 0
+        await kit.status(lambda status: status.host_nbytes == held)  # earlier ones may be on their way
         other = await kit.instance("b", "g", tenant="other")
         await other.load({number: noise(4 * MIB) for number in range(8)})
         refused = await other.upload(9, noise(4 * MIB))

@@ -350,7 +350,7 @@ def test_a_function_in_memory_alone_is_served_from_its_files_after_a_restart(mak
         for segment, _ in manifest.segments:
             ticket, _ = await executor.begin([segment])
             executor.let_go(ticket)
-        assert (await kit.status(lambda status: True)).file_nbytes == 24 * MIB
+        await kit.status(lambda status: status.file_nbytes == 24 * MIB)
 
     kit.run(test())
 
