@@ -19,8 +19,9 @@ from dormouse.router.admin.snapshots import Snapshots
 from dormouse.router.admin.vault import Vault, variables_file
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
-from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
+from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.logpipe import LogPipe
 from dormouse.router.instances.plain import PlainZygote
 from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.schemas import messages as m

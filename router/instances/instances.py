@@ -31,7 +31,7 @@ from dormouse.core.times import utc
 from dormouse.router.decisions.failures import REFUSED
 from dormouse.router.decisions.runtimes import runtime_group
 from dormouse.router.decisions.state import SESSION_TENANT, most_open
-from dormouse.router.instances.functionlog import LogPipe
+from dormouse.router.instances.logpipe import LogPipe
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 

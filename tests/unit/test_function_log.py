@@ -10,17 +10,8 @@ import pytest
 from dormouse.core.loglabels import label
 from dormouse.core.logrecords import lines_of
 from dormouse.core.masking import NO_MASK, SecretMask
-from dormouse.router.instances.functionlog import (
-    CLOSE_NBYTES,
-    MASKED_NBYTES,
-    MOST_MARKS,
-    MOST_PARTS,
-    READ_NBYTES,
-    FunctionLog,
-    FunctionLogs,
-    LogPipe,
-    TimeMarks,
-)
+from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, FunctionLogs, TimeMarks
+from dormouse.router.instances.logpipe import CLOSE_NBYTES, MASKED_NBYTES, MOST_PARTS, READ_NBYTES, LogPipe
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
