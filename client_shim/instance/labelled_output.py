@@ -1,7 +1,8 @@
 """The standard output and error of an instance that has several requests at once: what is printed for a request bears
 its number (core/loglabels.py), whether by `print`, through `logging` or as bytes.
 
-A buffer has text of one request at a time. Each write to the pipe has its label and is short enough to be whole there.
+A line of text is of one request: `print` writes it in parts, between which another thread may print. Each write to the
+pipe has its label and is short enough to be whole there.
 """
 
 import io
@@ -10,10 +11,13 @@ import os
 import select
 import sys
 import threading
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from dormouse.client_shim.instance import context
 from dormouse.core.loglabels import NOBODYS
+
+MOST_TEXTS: Final = 1024
+"""Of one file, that wait for their line's end."""
 
 
 class _LabelledFile(io.FileIO):
@@ -29,6 +33,10 @@ class _LabelledFile(io.FileIO):
 
 
 class _LabelledBuffer(io.BufferedWriter):
+    """Keeps each request's text until that is flushed, which a text file does at the end of a line; of all requests
+    when it is closed.
+    """
+
     def __init__(self, file: _LabelledFile) -> None:
         super().__init__(file)
         self._file = file
@@ -37,13 +45,36 @@ class _LabelledBuffer(io.BufferedWriter):
 
     def _forked(self) -> None:
         self._lock = threading.RLock()  # else another thread's, which is not there
+        self._texts = dict[bytes, bytearray]()
 
     def write(self, data: Any) -> int:
         with self._lock:
-            if (label := context.label()) != self._file.label:
-                self.flush()
-                self._file.label = label
-            return super().write(data)
+            if (label := context.label()) not in self._texts and len(self._texts) >= MOST_TEXTS:
+                self._flush_all()  # left by threads of requests that have ended
+            text = self._texts.setdefault(label, bytearray())
+            text += data
+            if len(text) >= io.DEFAULT_BUFFER_SIZE:
+                self._flush(label)
+            return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush(context.label())
+
+    def close(self) -> None:
+        with self._lock:
+            self._flush_all()
+            super().close()
+
+    def _flush_all(self) -> None:
+        for label in tuple(self._texts):
+            self._flush(label)
+
+    def _flush(self, label: bytes) -> None:
+        if text := self._texts.pop(label, None):
+            self._file.label = label
+            super().write(text)
+            super().flush()
 
 
 def install() -> None:

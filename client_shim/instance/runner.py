@@ -335,6 +335,6 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             backend.router.next_run()  # the router has read why, and ends us
     except PeerLost as error:
         print(f"dormouse: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    sys.stdout.close()
+    sys.stderr.close()
     os._exit(status)  # threads of the function may never end

@@ -1,6 +1,7 @@
 """What is printed for a request bears its number, whoever prints it."""
 
 import asyncio
+import io
 import logging
 import os
 import sys
@@ -71,13 +72,40 @@ def test_whatever_prints_it() -> None:
         ]
 
 
-def test_what_has_no_end_yet_is_its_requests() -> None:
+def test_a_line_printed_in_parts_is_whole_whoever_prints_between_them() -> None:
     with printing() as printed:
         context.begin(_run(1))
-        print("begun", end="")
+        print("begun", end=" ")
         context.begin(_run(2))
         print("another's")
-        assert printed() == [((1,), b"begun"), ((2,), b"another's\n")]
+        print("left", end="")
+        context.end()
+        print("nobody's")
+        context.begin(_run(1))
+        print("and ended")
+        print("flushed", end="", flush=True)
+        context.begin(_run(3))
+        sys.stdout.close()
+        assert printed() == [
+            ((2,), b"another's\n"),
+            ((), b"nobody's\n"),
+            ((1,), b"begun and ended\nflushed"),
+            ((2,), b"left"),
+        ]
+
+
+def test_lines_without_an_end_have_a_limit() -> None:
+    with printing() as printed:
+        for number in range(labelled_output.MOST_TEXTS):
+            context.begin(_run(number))
+            print(".", end="")
+        with pytest.raises(BlockingIOError):
+            printed()
+        context.begin(_run(labelled_output.MOST_TEXTS))
+        print("x" * io.DEFAULT_BUFFER_SIZE, end="")
+        *left, (numbers, text) = printed()
+        assert left == [((number,), b".") for number in range(labelled_output.MOST_TEXTS)]
+        assert (numbers, text) == ((labelled_output.MOST_TEXTS,), b"x" * io.DEFAULT_BUFFER_SIZE)
 
 
 def test_long_text_is_in_parts_that_are_labelled() -> None:
