@@ -39,6 +39,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.calls import FunctionCalls
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
 from dormouse.router.front.http import Application
@@ -81,6 +82,7 @@ class Router(Actor):
         counts, limits_of_tenants = ServedCounts(self._tell), TenantLimits(config.tenants)
         drain = Draining(self.paths.drained, lambda: self.requests.left + self.jobs.runs.left)
         self.requests = Requests(limits, picture, self.dispatch, counts, limits_of_tenants, drain)
+        self._calls = FunctionCalls(self, self._send)
         self.jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell, self._kept)
@@ -365,6 +367,10 @@ class Router(Actor):
                 self._versions.remove_unused()
             case e.Send(instance=name, message=message):
                 self._send(name, message)
+            case e.BeginCall():
+                self._calls.begin(action)
+            case e.RefuseCall(instance=name, number=number, failure=failure):
+                self._calls.refuse(name, number, failure)
             case e.Tell(message=told):
                 self._tell(told)
             case e.Settled():

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 Value = str | int | float | bool
 
-Kind = Literal["", "duration", "size", "variables", "secrets"]
+Kind = Literal["", "duration", "size", "variables", "secrets", "names"]
 Of = Literal["functions", "models", "command"]
 """``command``: what is deployed. It is said each time, and no option that a function keeps."""
 
@@ -44,6 +44,9 @@ class Settings:
     allow_build: bool = _set(False, "Build those that have no wheel, where the node allows it.")
     network: bool = _set(False, "It has the machine's network, where the node allows it.")
     secrets: tuple[str, ...] = _set((), "A secret that it sees as a variable.", kind="secrets", metavar="NAME")
+    call: tuple[str, ...] = _set(
+        (), "A function that its code may call. Several may be given.", kind="names", metavar="NAME"
+    )
     embedding: bool = _set(False, "It makes embeddings of texts (/v1/embeddings), not text.", of="models")
     convert: bool = _set(False, "Also take weights that are pickled: a sandbox reads them.", of="models")
     context: int = _set(0, "Its longest sequence, in tokens.", of="models", unset="the model's own")
@@ -65,8 +68,8 @@ class Settings:
 
 OPTIONS: Final = {each.name: each for each in fields(Settings)}
 KEPT: Final = tuple(name for name, each in OPTIONS.items() if each.metadata["of"] != "command")
-PREFIX: Final = {"env": "env.", "secrets": "secret."}
-"""Of what there may be several of: each variable and each secret is kept, changed and reset for itself."""
+PREFIX: Final = {"env": "env.", "secrets": "secret.", "call": "call."}
+"""Of what there may be several of: each variable, secret and name is kept, changed and reset for itself."""
 
 ALL: Final = "all"
 """To reset: whatever the function has had."""

@@ -17,9 +17,6 @@ from dormouse.client_shim.instance.request_bodies import NPY, plain_type
 
 OCTETS: Final = "application/octet-stream"
 
-MESSAGE_NBYTES: Final = 768 << 10
-"""Of an answer that goes in one message, from an instance that has many at once: the arena has room for one."""
-
 PNG: Final = "image/png"
 PICTURES: Final = {PNG: "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 """Which the node writes itself: the first one, unless the client names another."""

@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance import context, report
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
 from dormouse.client_shim.instance.hints import AskedRequest, EncodedAnswer
 from dormouse.client_shim.node.router_port import LeaseRefusal
@@ -184,7 +184,7 @@ class Batches:
         if isinstance(result, BaseException):
             return self._failed(result)
         try:
-            return asked.answer(result, answer_bodies.MESSAGE_NBYTES)
+            return asked.answer(result, m.MESSAGE_BODY_NBYTES)
         except (BadRequest, BadResponse) as error:
             return self._failed(error)
 

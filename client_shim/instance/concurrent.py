@@ -22,7 +22,7 @@ from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from dormouse.client_shim.instance import answer_bodies, context, report
+from dormouse.client_shim.instance import context, report
 from dormouse.client_shim.instance.batches import FailedRequest, Outcome, said
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.handler import leave
@@ -91,6 +91,7 @@ class Concurrent:
         self._over = self._loop.create_future()
         self._runner.backend.may_acquire = True
         self._loop.add_reader(self._router.link.fileno(), self._pump)
+        self._router.read_elsewhere = self._pump_soon
         self._loop.call_soon(self._pump)
         try:
             self._loop.run_until_complete(self._over)
@@ -103,6 +104,11 @@ class Concurrent:
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     # --- what the router says
+
+    def _pump_soon(self) -> None:
+        """For threads."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._pump)
 
     def _pump(self) -> None:
         self._pumping = False
@@ -255,7 +261,7 @@ class Concurrent:
             result = await result
         if isinstance(result, AsyncIterator | Iterator):
             raise BadResponse("handle() returned an iterator: deploy without --concurrency to answer in parts")
-        return asked.answer(result, answer_bodies.MESSAGE_NBYTES)
+        return asked.answer(result, m.MESSAGE_BODY_NBYTES)
 
     async def _end_tasks(self, number: int) -> None:
         """Those that it has left."""

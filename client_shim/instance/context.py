@@ -41,6 +41,7 @@ class _Handled(NamedTuple):
 
     request: CurrentRequest = OUTSIDE
     label: bytes = b""
+    number: int = 0  # of Run; 0: no request's, or several requests'
 
 
 _NOBODY: Final = _Handled()
@@ -56,7 +57,7 @@ def of(run: Run) -> CurrentRequest:
 
 
 def begin(run: Run) -> None:
-    _HANDLED.set(_Handled(of(run), loglabels.label([run.request])))
+    _HANDLED.set(_Handled(of(run), loglabels.label([run.request]), run.request))
 
 
 def begin_together(runs: Sequence[Run]) -> None:
@@ -70,6 +71,11 @@ def end() -> None:
 
 def current() -> CurrentRequest:
     return _handled().request
+
+
+def number() -> int:
+    """Of the request, as Run has it; 0 outside a request."""
+    return _handled().number
 
 
 def label() -> bytes:

@@ -17,9 +17,11 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
+from dormouse.client import inside
 from dormouse.client_shim.instance import advice, context, publicly, report
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.batches import FailedRequest
+from dormouse.client_shim.instance.calls import CallWay
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.coroutines import Coroutines
@@ -314,6 +316,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     cancel.install()
     backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
     stream = install(backend, fork.device)
+    inside.connect(CallWay(backend.router))
     backend.router.send(m.Importing(confinement=setting.confinement))
     runner = Runner(backend, stream, memory, fork.arena, cancel, coroutines, setting.limits, fork.network)
     status = 1

@@ -4,10 +4,11 @@ The main thread also reads this link between requests, so it has a lock of its o
 its tie too, because a dead router says nothing.
 """
 
-import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, ParamSpec, TypeVar
 
 import msgspec
@@ -45,6 +46,10 @@ class RouterPort:
         self._taken = 0, 0  # the request whose parts were taken last, and how many bytes that nobody has asked for
         self._abandoned: list[int] = []  # requests, of an instance that has many at once
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
+        self._called: dict[int, m.CallAnswered | None] = {}  # by number: calls that somebody waits for
+        self._waiters: set[int] = set()  # descriptors that wake who waits, while another thread may read
+        self._main, self._main_wake = threading.get_ident(), os.eventfd(0, os.EFD_NONBLOCK)
+        self.read_elsewhere: Callable[[], None] = lambda: None  # called when another thread has read a request
         self.granted = 0  # requests of the batch that the last lease is for
 
     def send(self, message: m.InstanceToRouter) -> None:
@@ -57,11 +62,8 @@ class RouterPort:
 
     def next_run(self) -> m.Run | m.Exit:
         """Wait for the next request. Raises PeerLost, RemoteProtocolError."""
-        while True:
-            with self.lock:
-                if self._runs:
-                    return self._runs.popleft()
-                self._take(math.inf)
+        self._until(lambda: bool(self._runs))
+        return self._runs.popleft()
 
     def news(self) -> tuple[list[m.Run | m.Exit], list[int]]:
         """Requests that have come, and those that nobody waits for any more. Raises PeerLost, RemoteProtocolError."""
@@ -91,31 +93,72 @@ class RouterPort:
 
     def next_answer(self) -> m.Lease:
         """Wait for the answer to NeedLease. Raises Refusal."""
-        while True:
-            with self.lock:
-                if self._answers:
-                    answer = self._answers.popleft()
-                    if isinstance(answer, m.LeaseGranted):
-                        self.granted = answer.requests
-                        return answer.lease
-                    raise LeaseRefusal(answer.code, answer.text)
-                self.wait([self.link], FOREVER_S)
-                self._take(0)
+        self._until(lambda: bool(self._answers))
+        answer = self._answers.popleft()
+        if isinstance(answer, m.LeaseGranted):
+            self.granted = answer.requests
+            return answer.lease
+        raise LeaseRefusal(answer.code, answer.text)
 
     def wait_taken(self, request: int) -> int:
         """Wait until the client has taken more of this request's parts; returns how many bytes."""
-        while True:
-            with self.lock:
-                of_request, nbytes = self._taken
-                if of_request == request and nbytes:
-                    self._taken = request, 0
-                    return nbytes
-                self.wait([self.link], FOREVER_S)
-                self._take(0)
+        self._until(lambda: self._taken[0] == request and self._taken[1] > 0)
+        with self.lock:
+            (_, nbytes), self._taken = self._taken, (request, 0)
+        return nbytes
 
-    def wait(self, links: list[BlockingLink], timeout_s: float) -> list[BlockingLink]:
-        """The links among ``links`` that have a message. Raises SessionEnded."""
-        ready = interruptible(wait_readable, links, timeout_s, () if self._tie is None else (self._tie.fileno(),))
+    def call(self, message: m.CallFunction) -> None:
+        """Send one that :meth:`call_answer` waits for."""
+        with self.lock:
+            self._called[message.number] = None
+            self.send(message)
+
+    def call_answer(self, number: int) -> m.CallAnswered | None:
+        """Wait for the answer to a call; None: it was left. Raises PeerLost, RemoteProtocolError."""
+        self._until(lambda: number not in self._called or self._called[number] is not None)
+        with self.lock:
+            return self._called.pop(number, None)
+
+    def leave_call(self, number: int) -> None:
+        """Its answer is not wanted any more, if it has not been taken."""
+        with self.lock:
+            if number in self._called:
+                del self._called[number]
+                self._wake()
+                self.send(m.LeaveCall(number=number))
+
+    def _until(self, found: Callable[[], bool]) -> None:
+        """Wait for what a thread is to read, whichever does: all that wait read, and wake the others. Nobody else may
+        wait for the same.
+        """
+        own = threading.get_ident() == self._main
+        wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK)
+        try:
+            while True:
+                with self.lock:
+                    self._waiters.discard(wake)
+                    while self._take(0):
+                        pass
+                    if found():
+                        return
+                    self._waiters.add(wake)
+                if self.link not in self.wait([self.link], FOREVER_S, wake):
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(wake)
+        finally:
+            with self.lock:
+                self._waiters.discard(wake)
+            if not own:
+                os.close(wake)
+
+    def _wake(self) -> None:
+        for wake in self._waiters:
+            os.eventfd_write(wake, 1)
+
+    def wait(self, links: list[BlockingLink], timeout_s: float, *wakes: int) -> list[BlockingLink]:
+        """The links among ``links`` that have a message; none if one of ``wakes`` does. Raises SessionEnded."""
+        fds = () if self._tie is None else (self._tie.fileno(),)
+        ready = interruptible(wait_readable, links, timeout_s, (*wakes, *fds))
         if not ready:
             self.check()
         return ready
@@ -156,8 +199,14 @@ class RouterPort:
             self._taken = message.request, message.nbytes + (nbytes if request == message.request else 0)
         elif isinstance(message, m.Abandon):
             self._abandoned.append(message.request)
+        elif isinstance(message, m.CallAnswered):
+            if message.number in self._called:
+                self._called[message.number] = message
         else:
             self._answers.append(message)
+        self._wake()
+        if isinstance(message, m.Run | m.Exit | m.Abandon) and threading.get_ident() != self._main:
+            self.read_elsewhere()
         return True
 
 

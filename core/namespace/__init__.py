@@ -5,9 +5,10 @@ repository are its subpackages.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dormouse.client.inside import acall, call
     from dormouse.core.answers import PublicError, Response
 
-__all__ = ["PublicError", "Response"]
+__all__ = ["PublicError", "Response", "acall", "call"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,6 +16,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("dormouse")
+    if name in ("acall", "call"):
+        from dormouse.client import inside
+
+        return getattr(inside, name)
     if name in __all__:
         from dormouse.core import answers
 

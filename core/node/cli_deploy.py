@@ -38,7 +38,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def _option(name: str) -> Callable[[Any], Any]:
     """Of the command line. What is not given is None."""
     metadata, default = OPTIONS[name].metadata, OPTIONS[name].default
-    is_flag, several = default is False, metadata["kind"] in ("variables", "secrets")
+    is_flag, several = default is False, metadata["kind"] in ("variables", "secrets", "names")
     shown = "" if is_flag or several else f"  [default: {standing(name)}]"
     word = "--secret" if metadata["kind"] == "secrets" else "--" + name.replace("_", "-")
     kind: Any = str if metadata["kind"] or isinstance(default, str) else type(default)

@@ -125,9 +125,9 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         note, check, traffic = query.pop("note", ""), query.pop("check", ""), query.pop("traffic", None)
         if traffic is not None and not re.fullmatch("[0-9]{1,3}", traffic):
             raise refuse(400, "bad_request", f"traffic is {traffic[:40]!r}; write per cent, from 0 to 99", close=True)
-        several = {key: parse_qs(_query(x)).get(key, []) for key in ("env", "secret", "reset")}
+        several = {key: parse_qs(_query(x)).get(key, []) for key in ("env", "secret", "call", "reset")}
         said: dict[str, Any] = {key: value for key, value in query.items() if key not in several}
-        said |= {"env": _variables(x), "secrets": several["secret"]}
+        said |= {"env": _variables(x), "secrets": several["secret"], "call": several["call"]}
         is_model = query.get("llm", "") not in ("", "0", "false")
         usual = ADAPTER_CONFIG if query.get("base") else CONFIG if is_model else ENTRY
         act = a.Deploy(

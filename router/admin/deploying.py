@@ -34,6 +34,9 @@ from dormouse.schemas.options import FILE, FILE_NBYTES
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
 
+MOST_CALLED: Final = 64
+"""Functions that one may call: each is looked at for a way back at each call."""
+
 
 @dataclass(frozen=True)
 class DeployPlan:
@@ -99,6 +102,8 @@ def spec_of(
         raise ConfigError(f"{what} is {getattr(settings, what)}, but {why}: leave one of the two out")
     if settings.llm or is_llm:
         _check_no_variables(settings)
+    if settings.batch and settings.call:
+        raise ConfigError("a call is of one request, and handle_batch() has several: leave out batch, or call")
     return FunctionSpec(
         name=name,
         version=0,
@@ -122,6 +127,7 @@ def spec_of(
         env=_env_of(settings),
         network=settings.network,
         secrets=tuple(checked_variable(name, "a secret's name") for name in dict.fromkeys(settings.secrets)),
+        calls=_calls_of(name, settings),
     )
 
 
@@ -133,6 +139,18 @@ def within_quota(spec: FunctionSpec, most_nbytes: int) -> FunctionSpec:
         asked, most = sizes(spec.quota_nbytes, most_nbytes)
         raise ConfigError(f"quota is {asked}; this node grants tenant {spec.tenant!r} at most {most} (limits.quota)")
     return structs.replace(spec, quota_nbytes=most_nbytes)
+
+
+def _calls_of(caller: str, settings: a.Settings) -> tuple[str, ...]:
+    """Raises ConfigError."""
+    names = tuple(dict.fromkeys(settings.call))
+    if wrong := next((each for each in names if not NAME.fullmatch(each)), None):
+        raise ConfigError(f"call names {wrong[:80]!r}, which is no function's name; versions are left out")
+    if base_of(caller) in names:
+        raise ConfigError(f"call names {caller!r} itself: its requests would wait for their own instance")
+    if len(names) > MOST_CALLED:
+        raise ConfigError(f"call has {len(names)} names; write at most {MOST_CALLED}")
+    return names
 
 
 def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:
@@ -150,7 +168,7 @@ def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:
 
 def _check_no_variables(settings: a.Settings) -> None:
     """Raises ConfigError."""
-    for name in ("env", "secrets", "requirements", "network"):
+    for name in ("env", "secrets", "call", "requirements", "network"):
         if getattr(settings, name):
             raise ConfigError(f"{name} is of functions: no code of yours runs in a language model's instance")
 

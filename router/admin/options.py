@@ -47,7 +47,7 @@ def flat(said: Mapping[str, Any], strict: bool = False) -> Flat:
             raise ConfigError(f"{word} is {_short(value)}; write {_wanted(name)}") from None
         if name == "env":
             found |= {f"{PREFIX[name]}{each}": text for each, text in typed.items()}
-        elif name == "secrets":
+        elif name in PREFIX:
             found |= {f"{PREFIX[name]}{each}": True for each in typed}
         else:
             found[name] = _canonical(name, typed)
@@ -144,7 +144,8 @@ def _kind(model: bool, base: str) -> str:
 
 def _told(key: str, old: Value | None, new: Value | None) -> dict[str, str | None]:
     if "." in key:
-        word = "bound" if key.startswith(PREFIX["secrets"]) else "set"
+        words = {PREFIX["secrets"]: "bound", PREFIX["call"]: "allowed"}
+        word = words.get(f"{key.partition('.')[0]}.", "set")
         again = "another value" if old is not None and new is not None else word
         return {"old": None if old is None else word, "new": None if new is None else again}
     return {"old": _short(written(key, old)), "new": _short(written(key, new))}
@@ -177,6 +178,8 @@ def _wanted(name: str) -> str:
             return "a table of names and texts"
         case "secrets":
             return 'a list of names, such as ["TOKEN"]'
+        case "names":
+            return 'a list of names, such as ["tokenizer"]'
     return _WANTED[_TYPES[name]]
 
 
@@ -219,6 +222,7 @@ def _settings(options: Flat) -> Settings:
         **plain,
         env={key.removeprefix(env): str(value) for key, value in options.items() if key.startswith(env)},
         secrets=tuple(key.removeprefix(secret) for key in options if key.startswith(secret)),
+        call=tuple(key.removeprefix(PREFIX["call"]) for key in options if key.startswith(PREFIX["call"])),
     )
 
 

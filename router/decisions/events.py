@@ -19,6 +19,15 @@ class Arrived:
     request: int
     function: str
     route: str = ""
+    call: tuple[str, int] | None = None  # of this instance's, by this number of its own
+
+
+@dataclass(frozen=True, slots=True)
+class CallOver:
+    """It has its answer, or will have none."""
+
+    instance: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,7 @@ class Tick:
 
 Event = (
     Arrived
+    | CallOver
     | RequesterLeft
     | ChunkTaken
     | DeployAsked
@@ -290,6 +300,26 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginCall:
+    """Submit what this request of an instance asks of another function, and tell it the answer. CallOver follows."""
+
+    instance: str
+    number: int
+    caller: int
+    spec: m.FunctionSpec  # of who calls
+    call: m.CallFunction
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseCall:
+    """Tell an instance that what it asks is not to be."""
+
+    instance: str
+    number: int
+    failure: m.Failure
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """Answer to DeployAsked, RemoveAsked or RestartAsked."""
 
@@ -341,4 +371,6 @@ Action = (
     | Discard
     | NewVersion
     | LogNote
+    | BeginCall
+    | RefuseCall
 )

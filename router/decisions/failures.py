@@ -3,7 +3,7 @@
 from typing import Final
 
 from dormouse.core.errortext import outward
-from dormouse.core.quantities import duration, sizes
+from dormouse.core.quantities import duration, size, sizes
 from dormouse.schemas.messages import AnswerHead, Failure, FunctionSpec
 
 _RAISED_STATUS: Final = {
@@ -42,6 +42,47 @@ def unknown_function(name: str) -> Failure:
         status=404,
         text=f"there is no function {name!r}; `dormouse ls` says which there are",
     )
+
+
+def not_to_be_called(caller: str, name: str, named: tuple[str, ...]) -> Failure:
+    """``named``: whom it may call."""
+    said = f"only {', '.join(named)}" if named else "no function"
+    text = f"function {caller!r} may call {said}: deploy it with --call {name[:100]}, or `call` in its dormouse.toml"
+    return Failure(code="call_refused", status=403, text=text)
+
+
+def calls_in_a_circle(way: list[str]) -> Failure:
+    """``way``: from who calls over who is called back to who calls."""
+    text = (
+        f"calls go one way, and {' calls '.join(map(repr, way))}, so each could wait for the other: take one of these "
+        "out of what its function may call (--call)"
+    )
+    return Failure(code="call_circle", status=409, text=text)
+
+
+def too_deep(most: int) -> Failure:
+    text = f"this request is the last of {most} calls below one another, which are the most; call with fewer between"
+    return Failure(code="call_too_deep", status=409, text=text)
+
+
+def too_many_calls(most: int) -> Failure:
+    text = f"{most} calls of this instance have no answer yet, which are the most; wait for some of them"
+    return Failure(code="too_many_calls", status=429, text=text, retryable=True)
+
+
+def caller_over() -> Failure:
+    text = "the request that calls is over, or its client has left: nobody waits for what is called"
+    return Failure(code="cancelled", status=503, text=text)
+
+
+def call_left() -> Failure:
+    text = "nobody waits for this call any more: it was given up, or the request that calls is over"
+    return Failure(code="cancelled", status=503, text=text)
+
+
+def call_answer_too_large(limit_nbytes: int) -> Failure:
+    text = f"the answer to a call may have at most {size(limit_nbytes)}; let the function answer with less"
+    return Failure(code="answer_too_large", status=413, text=text)
 
 
 def starting() -> Failure:

@@ -6,15 +6,15 @@
 
 It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
 one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
-(requests), changes.py (deploys), lives.py (instances), quarantine.py (functions that end executors), replicas.py
-(several of one function), splits.py (two versions of one) and queueing.py (queues and tickets), all on one
-RouterState (state.py).
+(requests), calls.py (functions that call others), changes.py (deploys), lives.py (instances), quarantine.py (functions
+that end executors), replicas.py (several of one function), splits.py (two versions of one) and queueing.py (queues and
+tickets), all on one RouterState (state.py).
 """
 
 import heapq
 from typing import assert_never
 
-from dormouse.router.decisions import changes, failures, lives, quarantine, queueing, replicas, serving, splits
+from dormouse.router.decisions import calls, changes, failures, lives, quarantine, queueing, replicas, serving, splits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import Holder, Instance, InstanceState, RouterState, ServedFunction
@@ -32,8 +32,13 @@ class RequestPolicy:
         p = self.picture
         p.now_s = now_s
         match event:
-            case e.Arrived(request=request, function=name, route=route):
-                serving.arrived(p, request, name, route)
+            case e.Arrived(request=request, function=name, route=route, call=key):
+                if key is None:
+                    serving.arrived(p, request, name, route)
+                else:
+                    calls.arrived(p, request, name, key)
+            case e.CallOver(instance=name, number=number):
+                calls.over(p, (name, number))
             case e.RequesterLeft(request=request):
                 serving.left(p, request)
             case e.FromInstance(instance=name, message=message):
@@ -71,6 +76,7 @@ class RequestPolicy:
                 self._tick()
             case _:
                 assert_never(event)
+        calls.leave_orphans(p)
         lives.start_wanted(p)
         replicas.add(p)
         out, p.out = p.out, []
@@ -172,6 +178,10 @@ class RequestPolicy:
                 lives.replace(p, instance, "was replaced: the last request spoiled what load() had made")
             case m.LoadProgress():
                 lives.progressed(p, instance.name)
+            case m.CallFunction():
+                return calls.asked(p, instance, message)
+            case m.LeaveCall(number=number):
+                calls.leave(p, (instance.name, number))
             case m.AnswerBegun():
                 return serving.begun(p, instance, message)
             case m.AnswerPart():

@@ -5,6 +5,7 @@ It knows nothing of how instances come and go: that is lives.py, which builds on
 """
 
 from bisect import bisect_left
+from math import inf
 from typing import Final
 
 from dormouse.core.replicas import beyond_share, token_due_s
@@ -56,9 +57,21 @@ def acquire(
     return number
 
 
+def due_at_s(instance: Instance, request: Request) -> float:
+    """When it is to be answered there: not later than the request that calls it."""
+    return min(request.arrived_s + instance.spec.deadline_ms / 1000, request.due_s)
+
+
 def left_ms(p: RouterState, instance: Instance, request: Request) -> int:
-    """How long it has until its deadline there."""
-    return instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
+    """How long it has until then."""
+    own_ms = instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
+    return own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
+
+
+def over(p: RouterState, request: Request) -> None:
+    """It is answered, or begins anew: nobody waits for what it has called."""
+    p.orphans += request.calls
+    request.calls = {}
 
 
 def batch_changed(p: RouterState, instance: Instance, came: Request | None = None, left: int = 0) -> None:
@@ -94,6 +107,7 @@ def given_back(p: RouterState, number: int, used: bool, taken: int = 0, together
 def fail(p: RouterState, number: int, failure: m.Failure) -> None:
     """The request fails, and its function has missed a deadline. Before its ticket is released."""
     request = p.requests.pop(number)
+    over(p, request)
     if request.function in p.functions:
         ticket = request.ticket if request.ticket in p.tickets else 0
         if ticket and (holder := p.instances.get(p.tickets[ticket].instance)) is not None and ticket in holder.open:
@@ -117,6 +131,7 @@ def requeue(p: RouterState, request: Request) -> None:
 
 def put_back(p: RouterState, function: ServedFunction, request: Request) -> None:
     """Into the queue, which is in order of arrival."""
+    over(p, request)
     request.phase, request.ticket, request.lost, request.first = Phase.QUEUED, 0, False, None
     request.source, request.copy_s = "", None
     function.queue.insert(bisect_left(function.queue, request.number), request.number)
@@ -141,9 +156,9 @@ def feed(p: RouterState, function: ServedFunction) -> None:
         if instance.state is not InstanceState.IDLE:
             continue
         request = p.requests[function.queue.popleft()]
-        left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
-        request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
+        left = left_ms(p, instance, request)
+        request.ticket = acquire(p, instance, request.number, left, instance.version)
         instance.state, instance.ticket = InstanceState.BUSY, request.ticket
     for name in function.instances if function.queue else ():
         stop(p, p.instances[name])

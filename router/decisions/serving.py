@@ -2,6 +2,7 @@
 out of time. Pure: acts on a RouterState and does no I/O.
 """
 
+import math
 from typing import Final, assert_never
 
 from dormouse.router.decisions import events as e
@@ -29,8 +30,11 @@ waited as long; one of its own function stops it at once.
 """
 
 
-def arrived(p: RouterState, number: int, name: str, route: str = "") -> None:
-    p.requests[number] = Request(number, name, p.now_s, route)
+def arrived(
+    p: RouterState, number: int, name: str, route: str = "", *, depth: int = 0, due_s: float = math.inf
+) -> None:
+    """``depth`` and ``due_s``: of a call (calls.py)."""
+    p.requests[number] = Request(number, name, p.now_s, route, depth=depth, due_s=due_s)
     function = p.functions.get(name)
     if function is None:
         queueing.fail(p, number, queueing.absent(p, name))
@@ -60,6 +64,7 @@ def left(p: RouterState, number: int) -> None:
     request = p.requests.pop(number, None)
     if request is None:
         return
+    queueing.over(p, request)
     p.out.append(e.Drop(number, request.timing(p.now_s)))
     if request.phase is not Phase.RUNNING:
         _withdraw(p, request)
@@ -264,6 +269,7 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
     name = p.tickets[number].request
     if name is not None:
         request = p.requests.pop(name)
+        queueing.over(p, request)
         queueing.met(p, request, instance)
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
@@ -284,6 +290,7 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
             queueing.fail(p, name, failures.of_language_model(code, answer.text, answer.param))
         elif code in failures.CLIENTS:  # an answer like any other
             del p.requests[name]
+            queueing.over(p, request)
             queueing.met(p, request, instance)
             if code == failures.REFUSED and answer.head is not None:
                 failure = failures.refused(answer.text, answer.head)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
+from math import inf
 from typing import Final
 
 from dormouse.core.names import base_of
@@ -67,6 +68,9 @@ class Request:
     untaken_nbytes: int = 0  # of that, what the instance was not told to be taken
     moved_s: float = 0.0  # when a part of it last came, or was taken
     version: int = 0  # of its function that it was last handed to
+    depth: int = 0  # of how many calls it is the last; 0: a client's
+    due_s: float = inf  # the deadline of the request that calls it
+    calls: dict[tuple[str, int], None] = field(default_factory=dict)  # RUNNING: that have no answer yet
 
     @property
     def begun(self) -> bool:
@@ -105,6 +109,17 @@ class Ticket:
     source: m.WokenFrom = ""  # where the model was when it was granted
     done: bool = False  # its executor was lost, and the lease with it
     stopping: bool = False  # its client has left, and the instance was told to give it up
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """A call of an instance's code that has no answer yet."""
+
+    caller: int  # the request that calls
+    depth: int
+    due_s: float  # when the caller is to be answered
+    request: int = 0  # that it is, once the shell has submitted it
+    left: bool = False  # nobody waits for it any more
 
 
 @dataclass(slots=True)
@@ -239,6 +254,8 @@ class RouterState:
     changes: dict[str, OpenDeploy | Removal] = field(default_factory=dict)  # by function; one at a time
     gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
     tickets: dict[int, Ticket] = field(default_factory=dict)
+    calls: dict[tuple[str, int], OpenCall] = field(default_factory=dict)  # by instance, and its number there
+    orphans: list[tuple[str, int]] = field(default_factory=list)  # of them, whose requests are over
     wanted: dict[str, None] = field(default_factory=dict)  # functions and changes without an instance, oldest first
     crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue, or late tokens
     catalogue_known: bool = False
@@ -325,6 +342,13 @@ class RouterState:
                     continue
                 assert self.instances[ticket.instance].ticket == request.ticket, request
                 assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
+        for key, call in self.calls.items():
+            waits = key in self.requests[call.caller].calls if call.caller in self.requests else False
+            assert call.left or waits, f"{key} outlives its request"
+            assert call.request not in self.requests or not call.left, f"{key} is left and goes on"
+        for request in self.requests.values():
+            assert not request.calls or request.phase is Phase.RUNNING, request
+            assert request.calls.keys() <= self.calls.keys(), request
         for instance in self.instances.values():
             assert (instance.ticket is not None) == (instance.state is InstanceState.BUSY), instance
         for session in self.sessions.values():

@@ -32,6 +32,7 @@ from dormouse.router.front.exchange import (
 from dormouse.router.front.heads import too_many_connections
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
+from dormouse.schemas import messages as m
 from dormouse.schemas.messages import Failure
 
 _PAGE: Final = (Path(__file__).parent / "trypage.html").read_bytes()
@@ -40,9 +41,6 @@ _PAGE_HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
-
-LLM_BODY_NBYTES: Final = 768 << 10
-"""Of a request to an instance that has many at once, at most: each comes in one message."""
 
 Wish = TypeVar("Wish")
 
@@ -235,8 +233,8 @@ class Application:
             x.function = name
             if infers:
                 body.kind = openinference.kind_of(x, picture.functions[name].spec, requests.body_nbytes)
-            if most_open(picture.functions[name].spec) and body.nbytes > LLM_BODY_NBYTES:
-                raise too_large(LLM_BODY_NBYTES, "of a function that has many requests at once")
+            if most_open(picture.functions[name].spec) and body.nbytes > m.MESSAGE_BODY_NBYTES:
+                raise too_large(m.MESSAGE_BODY_NBYTES, "of a function that has many requests at once")
             if (refusal := requests.refusal(name)) is not None:
                 raise refused(refusal)
         except HttpError:

@@ -25,6 +25,7 @@ class Past(NamedTuple):
     late: bool  # for its function's deadline
     why: str = ""  # it failed
     turned: bool = False  # away, before it was in its function's queue
+    by: str = ""  # the function that has called it, and the id of its request there
 
     @property
     def took_s(self) -> float:
@@ -42,6 +43,7 @@ class Past(NamedTuple):
             "at": round(self.at, 3),
             "id": self.id,
             "trace": self.trace,
+            "by": self.by or None,
             "outcome": self.outcome,
             "error": self.why if reads and self.why else None,
             "ms": round(self.took_s * 1000, 3),

@@ -41,12 +41,14 @@ Answered = asyncio.Future[AnswerStream | tuple[Outcome, bytes]]
 @dataclass(frozen=True, slots=True)
 class Labels:
     """By what others know a request: its X-Request-Id and its trace (tracing.py). ``again``: what is
-    turned away is tried again, and nobody hears of it; of a job.
+    turned away is tried again, and nobody hears of it; of a job. ``by``: the function whose request calls it, and the
+    id of that.
     """
 
     id: str = ""
     trace: Trace = NO_TRACE
     again: bool = False
+    by: str = ""
 
 
 NOT_RUN: Final = frozenset({429, 503, 504})
@@ -134,16 +136,24 @@ class Requests:
         stats = self._stats_of(function, known.spec.tenant)
         stats.turned_away(failure.code)
         number, why = labels.trace.number, gist(failure.whole or failure.text)
-        stats.last.add(Past(time.time(), labels.id, number, failure.code, e.Timing(), False, why, turned=True))
+        past = Past(time.time(), labels.id, number, failure.code, e.Timing(), False, why, turned=True, by=labels.by)
+        stats.last.add(past)
 
-    def submit(self, function: str, body: Body, route: str = "", labels: Labels = NO_LABELS) -> tuple[int, Answered]:
+    def submit(
+        self,
+        function: str,
+        body: Body,
+        route: str = "",
+        labels: Labels = NO_LABELS,
+        call: tuple[str, int] | None = None,
+    ) -> tuple[int, Answered]:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
         known = self._picture.functions.get(function)
         stats = None if known is None else self._stats_of(function, known.spec.tenant)
         self._open[request] = _Open(function, body, answer, labels, stats, None if known is None else known.spec)
-        self._dispatch(e.Arrived(request, function, route))
+        self._dispatch(e.Arrived(request, function, route, call))
         return request, answer
 
     def _stats_of(self, function: str, tenant: str) -> FunctionStats:
@@ -218,7 +228,7 @@ class Requests:
         if served is not None and served.spec == request.spec and (late or code == "ok"):
             stats.lately.add(served.spec, time.monotonic(), late=late, failed=failed)
         labels, now_ns = request.labels, time.time_ns()
-        stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late, why))
+        stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late, why, by=labels.by))
         if self.export is not None and labels.trace.above:
             self.export(traced(labels.trace, labels.id, request.function, stats.tenant, outcome, code, now_ns))
 

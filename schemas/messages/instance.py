@@ -67,7 +67,16 @@ class Abandon(Message, frozen=True, kw_only=True, tag=6):
     request: int
 
 
-RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit | PartsTaken | Abandon
+class CallAnswered(Message, frozen=True, kw_only=True, tag=7):
+    """What a function answers that this instance has called, as it would over HTTP. ``headers``: in small letters."""
+
+    number: int
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit | PartsTaken | Abandon | CallAnswered
 
 
 class FileTaken(Message, frozen=True, kw_only=True, tag=1):

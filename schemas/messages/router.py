@@ -278,6 +278,26 @@ class LoadProgress(Message, frozen=True, kw_only=True, tag=12):
     """``load()`` has brought something to the node since this was last said; at most once a second."""
 
 
+class CallFunction(Message, frozen=True, kw_only=True, tag=13):
+    """The code that answers ``request`` asks another function: CallAnswered follows, by this ``number``, unless that
+    request is over. The instance numbers its calls. ``kind`` and ``accept`` as in Run; ``body`` has at most
+    MESSAGE_BODY_NBYTES.
+    """
+
+    number: int
+    request: int
+    function: str
+    body: bytes
+    kind: str = ""
+    accept: str = ""
+
+
+class LeaveCall(Message, frozen=True, kw_only=True, tag=14):
+    """Nobody waits for the answer to this call any more; it may have been sent."""
+
+    number: int
+
+
 class AnswerBegun(Message, frozen=True, kw_only=True, tag=11):
     """The first token of this answer of a language model has been made; it may not be sent for a while. Where the time
     since Run went: waiting for others (a GPU, a step), until a runtime was ready, in its steps until weights had come,
@@ -304,6 +324,8 @@ InstanceToRouter = (
     | Spoiled
     | AnswerBegun
     | LoadProgress
+    | CallFunction
+    | LeaveCall
 )
 
 

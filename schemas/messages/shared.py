@@ -48,6 +48,11 @@ BATCH_PARTS: Final = 1024
 ENTRIES: Final = 256
 """In one message, at most, where a message has an entry for each function or owner."""
 
+MESSAGE_BODY_NBYTES: Final = 768 << 10
+"""Of a request or an answer that has no place in the arena, at most: of instances that have many requests at once, and
+of functions' calls.
+"""
+
 INLINE_BODY_NBYTES: Final = 64 << 10
 """Of a request or an answer, up to this size, in the message; beyond, a copy through the arena is the cheaper one."""
 
@@ -197,6 +202,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     options: dict[str, str | int | float | bool] | None = None  # what it was deployed with, flat; None: not known
     of_file: tuple[str, ...] = ()  # which of these are what ``dormouse.toml`` says
     note: str = ""  # of who has deployed it, for people
+    calls: tuple[str, ...] = ()  # names of functions, of its tenant, that its requests may call
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

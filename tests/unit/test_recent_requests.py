@@ -34,6 +34,7 @@ def test_what_is_said_of_one() -> None:
         "at": 1007.0,
         "id": "r7",
         "trace": "t",
+        "by": None,
         "outcome": "ok",
         "error": None,
         "ms": 10.0,

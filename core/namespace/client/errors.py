@@ -24,6 +24,10 @@ class CallTimeout(CallError):
     """The call's own ``timeout`` is over. The function may have run, or still run."""
 
 
+class OutsideRequest(CallError):
+    """Of ``dormouse.call``: only the code that answers a request may call. A program has a Client."""
+
+
 class ApiError(CallError):
     """The node answered with an error. ``code`` is stable; ``retry_after_s`` is None if it is not to be sent again."""
 

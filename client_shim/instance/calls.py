@@ -1,0 +1,72 @@
+"""The way of a function's calls (``dormouse.call``) to the router: by the instance's link, in the request that calls.
+
+Whom it may call, and what becomes of a call, the router decides.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from itertools import count
+from typing import Final
+
+from dormouse.client.errors import CallCancelled, NotThere, OutsideRequest, RequestRefused
+from dormouse.client.wire import JSON, HttpReply, ToSend
+from dormouse.client_shim.instance import context
+from dormouse.client_shim.node.router_port import RouterPort
+from dormouse.core.quantities import size
+from dormouse.schemas import messages as m
+
+_NAME: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+
+
+class CallWay:
+    """Of one instance. Threads share it."""
+
+    def __init__(self, router: RouterPort) -> None:
+        self._router, self._pid = router, os.getpid()
+        self._numbers = count(1)
+
+    def begin(self, function: str, send: ToSend) -> int:
+        """Send; the number of the call. Raises OutsideRequest, RequestRefused, PeerLost."""
+        request = context.number()
+        if not request or os.getpid() != self._pid:
+            raise OutsideRequest(_outside(os.getpid() != self._pid))
+        if not isinstance(function, str) or not _NAME.fullmatch(function):
+            raise NotThere(404, "unknown_function", f"there is no function {str(function)[:100]!r}: give its name")
+        if len(send.content) > m.MESSAGE_BODY_NBYTES:
+            text = f"a call's request may have at most {size(m.MESSAGE_BODY_NBYTES)}; send less"
+            raise RequestRefused(413, "body_too_large", text)
+        number = next(self._numbers)
+        kind, accept = _types(send.headers)
+        call = m.CallFunction(
+            number=number, request=request, function=function, body=send.content, kind=kind, accept=accept
+        )
+        self._router.call(call)
+        return number
+
+    def wait(self, number: int) -> HttpReply:
+        """Raises CallCancelled, PeerLost."""
+        answer = self._router.call_answer(number)
+        if answer is None:
+            raise CallCancelled(503, "cancelled", "this call was given up")
+        return HttpReply(answer.status, answer.headers, answer.body)
+
+    def leave(self, number: int) -> None:
+        """Its answer is not wanted any more: who waits for it stops."""
+        if os.getpid() == self._pid:
+            self._router.leave_call(number)
+
+
+def _outside(forked: bool) -> str:
+    if forked:
+        return "a process that a function has forked cannot call: call before it is forked, or in a thread"
+    return (
+        "a function calls in the code that answers one request: not in load(), unload() or handle_batch(), nor in what "
+        "goes on after them"
+    )
+
+
+def _types(headers: Mapping[str, str]) -> tuple[str, str]:
+    """``kind`` and ``accept`` of Call."""
+    kind = headers["Content-Type"]
+    return "" if kind == JSON else kind, headers.get("Accept", "")
