@@ -35,8 +35,8 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
     if key in p.calls or len(call.body) > m.MESSAGE_BODY_NBYTES:
         return False
     ticket = p.tickets.get(call.request)
-    has = ticket is not None and ticket.instance == instance.name and serving.runs(p, instance, call.request)
-    caller = p.requests.get(ticket.request or 0) if ticket is not None and has else None
+    runs = ticket is not None and serving.runs(p, instance, call.request)
+    caller = p.requests.get(ticket.request or 0) if ticket is not None and runs else None
     if caller is None:
         refusal: m.Failure | None = failures.caller_over()
     elif sum(name == instance.name for name, _ in p.calls) >= MOST:
@@ -55,12 +55,13 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
 
 
 def _refusal(p: RouterState, spec: m.FunctionSpec, called: str) -> m.Failure | None:
-    if base_of(called) not in spec.calls:
-        return failures.not_to_be_called(base_of(spec.name), called, spec.calls)
+    own = base_of(spec.name)
+    if base_of(called) != own and base_of(called) not in spec.calls:
+        return failures.not_to_be_called(own, called, spec.calls)
     if not serves(p, splits.named(p, called), spec.tenant):
         return queueing.absent(p, called)
-    way = way_back(p, spec.tenant, base_of(called), base_of(spec.name))
-    return failures.calls_in_a_circle([base_of(spec.name), *way]) if way else None
+    way = way_back(p, spec.tenant, base_of(called), own)
+    return failures.calls_in_a_circle([own, *way]) if way else None
 
 
 def serves(p: RouterState, name: str, tenant: str) -> bool:

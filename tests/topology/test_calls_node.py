@@ -1,45 +1,215 @@
-"""Functions that call functions, on a real node with one GPU, which holds one model at a time."""
+"""Functions that call functions, on a real node whose only GPU has no room for two models and the work of one."""
 
+import http.client
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from dormouse.core.node.testing import TestNode, running_node
 
 CALLER = """
+import asyncio, threading
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
 import torch
 from dormouse import acall, call
-from dormouse.client import ApiError
+from dormouse.client import CallError
+
+later = threading.Event()
 
 def load():
-    return 2 * torch.ones(1 << 20).to("cuda")
+    try:
+        call("called", 1)
+    except CallError as error:
+        print("load():", type(error).__name__, error)
+    return (2 * torch.ones(1 << 20)).to("cuda")
 
 def handle(weights, request):
-    mine = weights[:2] * 3
-    answer = call(request["call"], request["with"])
-    return [mine.tolist(), answer]
+    return globals()[request.pop("do")](weights, **request)
+
+def fills(weights, n):
+    "What it keeps on the GPU while it calls leaves no room for another model."
+    kept = weights[:900_000] + n
+    answer = call("called", {"n": n})
+    return [kept.sum().item(), answer]
+
+def tries(weights, to, body):
+    try:
+        return call(to, body)
+    except CallError as error:
+        return [type(error).__name__, error.status, error.code, error.message]
+
+def types(weights):
+    array = call("called", np.arange(6, dtype=np.int16).reshape(2, 3))
+    return [array.dtype.name, array.tolist(), call("called", b"abc").decode(), call("called", {"parts": 3})]
+
+def together(weights, count):
+    "In threads, then in coroutines."
+    def one(n):
+        return call("called", {"n": n})["got"]["n"]
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(one, range(count)))
+    async def every():
+        return await asyncio.gather(*(acall("called", {"n": n}) for n in range(count)))
+    return answers + [each["got"]["n"] for each in asyncio.run(every())]
+
+def gives_up(weights):
+    async def both():
+        waits = asyncio.create_task(acall("called", {"waits": True}))
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        return await acall("called", {"n": 5})
+    return asyncio.run(both())["got"]
+
+def outlives(weights):
+    def goes_on():
+        later.wait()
+        print("later:", tries(weights, "called", 1), flush=True)
+    threading.Thread(target=goes_on).start()
+
+def goes_on(weights):
+    later.set()
+"""
+
+MANY = """
+import asyncio
+from dormouse import acall, call
+
+async def handle(state, request):
+    answers = await asyncio.gather(*(acall("called", {"n": request + n}) for n in range(3)))
+    other = await asyncio.to_thread(call, "called", {"n": request})
+    return [each["got"]["n"] for each in (*answers, other)]
 """
 
 CALLED = """
+import os, time
+import numpy as np
 import torch
+from dormouse import PublicError, Response
 
 def load():
-    return 3 * torch.ones(1 << 20).to("cuda")
+    return (3 * torch.ones(1 << 20)).to("cuda")
 
 def handle(weights, request):
+    if isinstance(request, np.ndarray):
+        return request * 2
+    if not isinstance(request, dict):
+        return bytes(reversed(request.data)) if hasattr(request, "data") else request
+    if "parts" in request:
+        return ({"part": number} for number in range(request["parts"]))
+    if "refuses" in request:
+        raise PublicError(418, "no tea", code="teapot")
+    if "raises" in request:
+        raise ValueError("the called one's")
+    if "dies" in request:
+        os._exit(3)
+    if "large" in request:
+        return "x" * request["large"]
+    while "waits" in request:
+        time.sleep(0.05)
     return {"got": request, "sum": weights.sum().item()}
 """
+
+MOST = 768 << 10
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
     with running_node('[gpu]\ncount = 1\nmemory = "12MiB"\nactivations = "4MiB"\nthreads = 1\n') as running:
         running.deployed("called", CALLED)
-        running.deployed("caller", CALLER, call=("called", "later"))
+        running.deployed("caller", CALLER, call=("called", "later"), timeout="20s")
         yield running
 
 
-def test_a_function_calls_another_on_the_only_gpu(node: TestNode) -> None:
-    for number in range(3):
-        got = node.result("caller", {"call": "called", "with": {"n": number}})
-        assert got == [[6.0, 6.0], {"got": {"n": number}, "sum": 3.0 * (1 << 20)}]
+def asks(node: TestNode, do: str, **said: Any) -> Any:
+    return node.result("caller", {"do": do, **said})
+
+
+def outcomes(node: TestNode, name: str) -> dict[str, str]:
+    """Of its last requests, by whose calls they are."""
+    return {row["by"]: row["outcome"] for row in node.admin.requests(name, "", 64)}
+
+
+def test_one_gpu_serves_both_though_it_has_room_for_one(node: TestNode) -> None:
+    for n in range(3):
+        assert asks(node, "fills", n=n) == [900_000.0 * (2 + n), {"got": {"n": n}, "sum": 3.0 * (1 << 20)}]
+
+
+def test_answers_are_what_a_client_gets(node: TestNode) -> None:
+    parts = [{"part": 0}, {"part": 1}, {"part": 2}]
+    assert asks(node, "types") == ["int16", [[0, 2, 4], [6, 8, 10]], "cba", parts]
+    assert asks(node, "tries", to="called", body={"large": MOST - 2}) == "x" * (MOST - 2), "with quotes, all there is"
+
+
+def test_many_at_once_get_their_own_answers(node: TestNode) -> None:
+    assert asks(node, "together", count=10) == [*range(10), *range(10)]
+    node.deployed("many", MANY, call=("called",), concurrency=4)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda n: node.result("many", 10 * n), range(8))) == [
+            [10 * n, 10 * n + 1, 10 * n + 2, 10 * n] for n in range(8)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("to", "body", "kind", "status", "code", "words"),
+    [
+        ("called", {"refuses": 1}, "RequestRefused", 418, "teapot", "no tea"),
+        ("called", {"raises": 1}, "FunctionFailed", 500, "function_raised", "ValueError: the called one's"),
+        ("called", {"dies": 1}, "FunctionFailed", 502, "sandbox_died", "in the middle of the request"),
+        ("called", {"large": MOST - 1}, "RequestRefused", 413, "answer_too_large", "768 KiB"),
+        ("called", "x" * MOST, "RequestRefused", 413, "body_too_large", "768 KiB"),
+        ("later", 1, "NotThere", 404, "unknown_function", "'later'"),
+        ("no name", 1, "NotThere", 404, "unknown_function", "'no name'"),
+        ("other", 1, "NotAllowed", 403, "call_refused", "may call only called, later"),
+        ("caller", 1, "RequestRefused", 409, "call_circle", "'caller' calls 'caller'"),
+    ],
+)
+def test_errors_say_whose_they_are(
+    node: TestNode, to: str, body: Any, kind: str, status: int, code: str, words: str
+) -> None:
+    found = asks(node, "tries", to=to, body=body)
+    assert found[:3] == [kind, status, code]
+    assert words in found[3]
+
+
+def test_calls_are_told_with_whose_they_are(node: TestNode) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-request-id": "mine", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    body = {"do": "fills", "n": 1}
+    assert node.http("POST", "/functions/caller/invoke", body, headers=headers).status == 200
+    called = next(row for row in node.admin.requests("called", "", 64) if row["by"] == "caller mine")
+    assert (called["outcome"], called["trace"]) == ("ok", trace)
+
+
+def test_only_the_code_of_a_request_calls(node: TestNode) -> None:
+    assert "load(): OutsideRequest" in node.log_of("caller")
+    asks(node, "outlives")
+    asks(node, "goes_on")
+    node.wait(lambda: "later: ['CallCancelled', 503, 'cancelled'" in node.log_of("caller"), 60, "the thread to be told")
+
+
+def test_what_is_given_up_ends(node: TestNode) -> None:
+    assert asks(node, "gives_up") == {"n": 5}
+    assert node.status()["functions"]["called"]["queued"] == 0
+
+
+def test_a_client_that_leaves_leaves_the_call(node: TestNode) -> None:
+    body, headers = json.dumps({"do": "tries", "to": "called", "body": {"waits": 1}}), {"X-Request-Id": "leaves"}
+    connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=30)
+    connection.request("POST", "/functions/caller/invoke", body, {"Content-Type": "application/json", **headers})
+    node.wait(lambda: node.status()["functions"]["called"]["running"] == 1, 60, "the call to run")
+    connection.close()
+    node.wait(lambda: outcomes(node, "called").get("caller leaves") == "cancelled", 60, "the call to end")
+    assert asks(node, "tries", to="called", body={"n": 1})["got"] == {"n": 1}
+
+
+def test_a_time_limit_is_the_calls_too(node: TestNode) -> None:
+    node.deployed("short", CALLER, call=("called",), timeout="1s")
+    body, headers = {"do": "tries", "to": "called", "body": {"waits": 1}}, {"X-Request-Id": "late"}
+    answer = node.http("POST", "/functions/short/invoke", body, headers=headers)
+    assert (answer.status, answer.code) == (504, "timed_out")
+    node.wait(lambda: outcomes(node, "called").get("short late") == "cancelled", 60, "the call to end")
+    assert node.result("short", {"do": "tries", "to": "called", "body": {"n": 1}})["got"] == {"n": 1}

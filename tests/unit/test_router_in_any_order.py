@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from router_rig import damaged, failure, lease, spec
 
+from dormouse.router.decisions import calls, lives
 from dormouse.router.decisions import events as e
-from dormouse.router.decisions import lives
 from dormouse.router.decisions.places import LoadPlaces
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import InstanceState, Phase, RouterState, ServedFunction, most_open
@@ -25,7 +25,8 @@ class RouterMachine(RuleBasedStateMachine):
     Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
     answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once. Function c has
     two requests at once in each of its instances. Function b has batches of two; the controller knows who waits for
-    one. Functions g, c and h are another tenant's. Whoever may load does.
+    one. Functions g, c and h are another tenant's. Whoever may load does. Functions f and g call others; a call never
+    outlives its request.
     """
 
     requests = Bundle("requests")
@@ -45,11 +46,13 @@ class RouterMachine(RuleBasedStateMachine):
         self.open_by: dict[str, list[int]] = {}  # likewise, of those that have many
         self.told: dict[int, set[int]] = {}  # by ticket of a batch's wish: those of the requests that wait for it
         self.kept: list[tuple[str, str]] = []  # (function, instance that was deployed or "" for a removal)
+        self.calls: dict[tuple[str, int], e.BeginCall | int] = {}  # those that are begun; the request that one is
+        self.numbers = 0  # of calls
         self.do(e.ForkingChanged(True, gpus=GPUS))
         specs = [
-            spec("f", timeout_ms=3000, max_queue=3),
-            spec("g", idempotent=True, tenant="other"),
-            spec("s", stateless=True, deadline_ms=1, idempotent=True),
+            spec("f", timeout_ms=3000, max_queue=3, calls=("s", "b", "c")),
+            spec("g", idempotent=True, tenant="other", calls=("c",)),
+            spec("s", stateless=True, deadline_ms=1, idempotent=True, calls=("b",)),
             spec("c", concurrency=2, stateless=True, deadline_ms=1, timeout_ms=3000, tenant="other"),
             spec("b", batch=2, timeout_ms=3000),
         ]
@@ -112,6 +115,11 @@ class RouterMachine(RuleBasedStateMachine):
                     self.kept.append((spec_.name, deploy.instance or ""))
                 case e.Tell(message=m.Removed(name=name)):
                     self.kept.append((name, ""))
+                case e.BeginCall(instance=instance, number=number):
+                    assert (instance, number) not in self.calls
+                    self.calls[instance, number] = action
+                case e.RefuseCall(instance=instance, number=number):
+                    assert (instance, number) not in self.calls
                 case e.Settled(ask=ask):
                     self.settled[ask] += 1
                 case _:
@@ -173,6 +181,46 @@ class RouterMachine(RuleBasedStateMachine):
             codes = ("function_raised", "cancelled", "executor_lost", "invalid_request", "limit_exceeded")
             answer = m.Raised(request=ticket, code=data.draw(st.sampled_from(codes)), text="")
         self.do(e.FromInstance(name, answer))
+
+    @rule(data=st.data(), called=st.sampled_from((*NAMES, "nobody")), own=st.booleans())
+    def call(self, data: st.DataObject, called: str, own: bool) -> None:
+        """Of a request that runs there, or of one that the instance makes up."""
+        running = [(name, ticket) for name, ticket in self.run_by.items()]
+        running += [(name, ticket) for name, tickets in self.open_by.items() for ticket in tickets]
+        if running:
+            name, ticket = data.draw(st.sampled_from(sorted(running)))
+            ticket = ticket if own else data.draw(st.integers(0, 50))
+            self.numbers += 1
+            asks = m.CallFunction(number=self.numbers, request=ticket, function=called, body=b"")
+            self.do(e.FromInstance(name, asks))
+
+    @rule(data=st.data())
+    def call_arrives(self, data: st.DataObject) -> None:
+        begun = sorted(key for key, call in self.calls.items() if isinstance(call, e.BeginCall))
+        if not begun:
+            return
+        key = data.draw(st.sampled_from(begun))
+        call = self.calls[key]
+        assert isinstance(call, e.BeginCall)
+        if calls.serves(self.policy.picture, call.call.function, call.spec.tenant):
+            self.arrived += 1
+            self.calls[key] = self.arrived
+            self.do(e.Arrived(self.arrived, call.call.function, call=key))
+        else:
+            del self.calls[key]
+            self.do(e.CallOver(*key))
+
+    @rule()
+    def calls_are_over(self) -> None:
+        for key in [key for key, call in self.calls.items() if isinstance(call, int) and self.fates[call]]:
+            del self.calls[key]
+            self.do(e.CallOver(*key))
+
+    @rule(data=st.data())
+    def leave_call(self, data: st.DataObject) -> None:
+        if known := sorted(key for key in self.calls if key[0] in self.alive):
+            name, number = data.draw(st.sampled_from(known))
+            self.do(e.FromInstance(name, m.LeaveCall(number=number)))
 
     @rule(request=consumes(requests))
     def leave(self, request: int) -> None:
@@ -323,6 +371,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert not self.settled or max(self.settled.values()) == 1
         assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))
         assert set(self.policy.picture.instances) == self.alive
+        assert picture.calls.keys() == self.calls.keys()
         for name in picture.wanted if picture.forking else ():
             for owner in lives.without_instance(picture, name):
                 served = isinstance(owner, ServedFunction)
