@@ -50,10 +50,11 @@ class Browser:
         try:
             data = None if method == "GET" else json.dumps(body or {})
             connection.request(method, path, data, {"Content-Type": "application/json"})
-            value = json.loads(connection.getresponse().read())["value"]
+            answer = connection.getresponse()
+            value = json.loads(answer.read())["value"]
         finally:
             connection.close()
-        if isinstance(value, dict) and "error" in value:
+        if answer.status != 200:
             raise RuntimeError(f"{value['error']}: {value['message'].splitlines()[0]}")
         return value
 

@@ -176,7 +176,7 @@ ROUTES: Final = (
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
     Route(Act.REQUESTS, "GET", re.compile(r"/admin/requests")),
-    Route(Act.WATCH, "GET", re.compile(r"/admin/watch")),
+    Route(Act.WATCH, "GET", re.compile(r"/admin/watch|/admin/functions/([^/]+)/minutes")),
     Route(Act.SESSION, "POST", re.compile(r"/dashboard/session")),
     Route(Act.DASHBOARD, "GET", re.compile(r"/(?:dashboard/([a-z]+\.[a-z]+))?")),
 )

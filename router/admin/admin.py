@@ -317,6 +317,13 @@ class Admin:
         errors = [] if stats is None else reversed(stats.last_errors)
         return {"errors": [error._asdict() | {"why": gist(error.text)} for error in errors]}
 
+    async def minutes(self, caller: Caller, name: str) -> dict[str, Any]:
+        """What became of a function's requests of the last hour. Raises HttpError."""
+        await self._requests.knows_catalogue()
+        if not tenancy.sees(caller, self._picture, name):
+            raise HttpError(queueing.absent(self._picture, name))
+        return self._requests.minutes(caller, name)
+
     async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:
         """Of the caller's functions, those that were removed included. Raises HttpError."""
         answer = _answered(await self._asks.usage(act.since_s))

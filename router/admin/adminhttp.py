@@ -85,7 +85,10 @@ async def route(
         case Act.REQUESTS:
             await x.answer_json(200, await admin.call(caller, _requests(x)))
         case Act.WATCH:
-            await _watch(watch, caller, x)
+            if name:
+                await x.answer_json(200, await admin.minutes(caller, name))
+            else:
+                await _watch(watch, caller, x)
         case Act.ERRORS:
             await x.answer_json(200, await admin.errors(caller, name))
         case Act.SESSION:

@@ -35,18 +35,21 @@ LLM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What one kind of caller sees. ``functions`` and ``gpus`` are by name; the rest is told as a whole."""
+    """What one kind of caller sees. ``functions`` and ``gpus`` are by name, ``minutes`` by number; the rest is told
+    as a whole.
+    """
 
     node: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     store: dict[str, Any] = field(default_factory=dict)
     gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
     functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    minutes: dict[str, list[int]] = field(default_factory=dict)
 
 
 def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
     """Of what `dormouse status` says to this caller; ``whole``: to one who sees the node; ``reads``: who may read the
-    logs, too.
+    logs, too. Without minutes, which are not the status's.
     """
     if not reads:  # a traceback has what the function has
         rows = {
@@ -98,7 +101,7 @@ def difference(before: NodeView, after: NodeView) -> dict[str, Any]:
     for part in ("node", "problems", "store"):
         if getattr(before, part) != (now := getattr(after, part)):
             changed[part] = now
-    for part in ("gpus", "functions"):
+    for part in ("gpus", "functions", "minutes"):
         old, new = getattr(before, part), getattr(after, part)
         rows = {name: row for name, row in new.items() if old.get(name) != row}
         rows |= {name: None for name in old if name not in new}

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import orjson
@@ -210,6 +210,7 @@ class Sampler:
 
     def _tell(self, group: _Group, status: dict[str, Any]) -> None:
         before, now = group.seen, view(tenancy.part_of(group.caller, status), group.whole, group.reads)
+        now = replace(now, minutes=self._node.requests.minutes(group.caller)["minutes"])
         group.seen = now
         if changed := difference(before, now):
             self._send(group, "change", changed)
@@ -220,13 +221,15 @@ class Sampler:
         behind = [watcher for watcher in group.watchers if watcher.behind]
         if not behind or not group.seen.node:
             return
-        seen = {part: getattr(group.seen, part) for part in ("node", "problems", "store", "gpus", "functions")}
+        parts = ("node", "problems", "store", "gpus", "functions", "minutes")
+        seen = {part: getattr(group.seen, part) for part in parts}
         for watcher in behind:
             told = seen | {
                 "whole": group.whole,
                 "rights": sorted(watcher.caller.rights),
                 "missed": watcher.missed or 0,
                 "now": time.monotonic(),
+                "since": self._node.requests.since_s,
             }
             if watcher.write(frame("snapshot", told)):
                 watcher.behind, watcher.missed = False, 0

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from dormouse.core.config import LimitsSection, parse_nbytes
 from dormouse.core.errortext import gist
-from dormouse.router.access.access import Refusal
+from dormouse.router.access.access import Caller, Refusal
 from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
@@ -22,6 +22,7 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining
+from dormouse.router.front.minutes import FAILED, IN_TIME, LATE, OTHER, Minutes, together
 from dormouse.router.front.recent import Past
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
@@ -102,6 +103,8 @@ class Requests:
         part_nbytes = bodies_nbytes if picture.one_tenant else max(bodies_nbytes // 2, self.body_nbytes)
         self.bodies = Bodies(bodies_nbytes, part_nbytes)
         self.stats: dict[str, FunctionStats] = {}  # by function
+        self.since_s = time.monotonic()  # what was before is not known
+        self._minutes: dict[str, Minutes] = {}  # by tenant: also of functions that were removed
         self.refused: Counter[str] = Counter()  # by code: answers that are none of a known function
         self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
         self.export: Callable[[m.TracedRequest], None] | None = None  # is told what is over, of traces
@@ -135,6 +138,7 @@ class Requests:
             return
         stats = self._stats_of(function, known.spec.tenant)
         stats.turned_away(failure.code)
+        self._count(stats, OTHER, stats.asked_s)
         number, why = labels.trace.number, gist(failure.whole or failure.text)
         past = Past(time.time(), labels.id, number, failure.code, e.Timing(), False, why, turned=True, by=labels.by)
         stats.last.add(past)
@@ -163,6 +167,25 @@ class Requests:
             stats = self.stats[function] = FunctionStats(tenant)
         stats.asked_s = time.monotonic()
         return stats
+
+    def _count(self, stats: FunctionStats, kind: int, now_s: float) -> None:
+        stats.minutes.add(kind, now_s)
+        if (minutes := self._minutes.get(stats.tenant)) is None:
+            self._minutes = {name: each for name, each in self._minutes.items() if any(each.kept(now_s))}
+            minutes = self._minutes[stats.tenant] = Minutes()
+        minutes.add(kind, now_s)
+
+    def minutes(self, caller: Caller, name: str = "") -> dict[str, Any]:
+        """The last hour of this function, or of all that the caller sees."""
+        if name:
+            stats = self.stats.get(name)
+            rings = [stats.minutes] if stats is not None and caller.sees(name, stats.tenant) else []
+        elif caller.functions == ("*",):
+            rings = [each for tenant, each in self._minutes.items() if caller.tenant in (None, tenant)]
+        else:
+            rings = [each.minutes for function, each in self.stats.items() if caller.sees(function, each.tenant)]
+        now_s = time.monotonic()
+        return {"now": now_s, "since": self.since_s, "minutes": together(rings, now_s)}
 
     def forget(self, function: str) -> None:
         """It is not served any more."""
@@ -210,14 +233,16 @@ class Requests:
             return
         self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)
-        timing, code, late, failed, why = e.Timing(), "cancelled", False, False, ""
+        timing, code, late, failed, why, kind = e.Timing(), "cancelled", False, False, "", OTHER
         match outcome:
             case e.Answer(timing=timing, tokens=tokens):
                 code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
+                kind = LATE if late else IN_TIME
             case e.Fail(failure=failure, timing=timing):
                 code = failure.code
                 late = code != failures.REFUSED and (failure.status == 429 or failure.status >= 500)
                 failed = late and failure.status != 429 and code not in NO_ERRORS
+                kind = FAILED if failed else OTHER
                 why = gist(failure.whole or failure.text)
                 stats.failed(code, failure.whole or failure.text)
                 if late:
@@ -225,8 +250,9 @@ class Requests:
                     stats.tokens.in_time.append(0.0)
             case e.Drop(timing=timing):
                 stats.failed(code)
+        self._count(stats, kind, now_s := time.monotonic())
         if served is not None and served.spec == request.spec and (late or code == "ok"):
-            stats.lately.add(served.spec, time.monotonic(), late=late, failed=failed)
+            stats.lately.add(served.spec, now_s, late=late, failed=failed)
         labels, now_ns = request.labels, time.time_ns()
         stats.last.add(Past(now_ns / 1e9, labels.id, labels.trace.number, code, timing, late, why, by=labels.by))
         if self.export is not None and labels.trace.above:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from dormouse.router.decisions.events import Timing
 from dormouse.router.decisions.failures import CLIENTS
 from dormouse.router.front.lately import Lately
+from dormouse.router.front.minutes import Minutes
 from dormouse.router.front.recent import LastRequests
 from dormouse.router.front.spread import Times
 from dormouse.schemas import messages as m
@@ -140,6 +141,7 @@ class FunctionStats:
     last: LastRequests = field(default_factory=LastRequests)
     last_errors: deque[LastError] = field(default_factory=lambda: deque(maxlen=LAST))
     lately: Lately = field(default_factory=Lately)
+    minutes: Minutes = field(default_factory=Minutes)
     _told: tuple[int, dict[str, Any]] = (-1, {})  # the summary, by how many outcomes it has
     _tokens_told: tuple[object, dict[str, Any]] = (None, {})
 

@@ -28,6 +28,11 @@ def handle(weights, request):
 """
 
 
+def summed(minutes: dict[str, list[int]]) -> list[int]:
+    """In time, late, failed, and all others; requests may come over the turn of a minute."""
+    return [sum(kind) for kind in zip(*minutes.values(), strict=True)]
+
+
 class Stream:
     """A reader of ``GET /admin/watch``."""
 
@@ -101,6 +106,26 @@ def test_a_snapshot_and_then_what_changes(node: TestNode) -> None:
         node.remove("b")
         while stream.until("functions").get("b", rows["b"]) is not None:
             pass
+
+
+def test_the_last_hour_is_told_to_who_comes_later_and_its_beginning_too(node: TestNode) -> None:
+    with Stream(node) as stream:
+        _, told = stream.next()
+        had = summed(told["minutes"]) or [0, 0, 0, 0]
+        assert 0 < told["now"] - told["since"] < 3600, "what was before the router's start is not known"
+    node.deployed("b", FUNCTION)
+    assert node.result("b", 1) == 1 << 20
+    for _ in range(2):
+        assert node.invoke("b", "fail").status == 500
+    assert node.http("POST", "/functions/b/invoke", raw=b"{").status == 400
+    own = node.http("GET", "/admin/functions/b/minutes").body
+    counts = summed(own["minutes"])
+    assert (counts[0] + counts[1], counts[2:], own["since"]) == (1, [2, 1], told["since"])
+    node.remove("b")
+    assert node.http("GET", "/admin/functions/b/minutes").code == "unknown_function"
+    with Stream(node) as stream:
+        now = summed(stream.until("minutes", "snapshot"))
+        assert (sum(now) - sum(had), now[2] - had[2], now[3] - had[3]) == (4, 2, 1), "of what is gone, too"
 
 
 def test_an_executor_that_dies_is_missed_and_found(node: TestNode) -> None:
@@ -217,7 +242,15 @@ def test_keys_and_tenants() -> None:
                 spans += all_.until("spans", "spans")
             assert {span[1] for span in spans} == {"ours", "theirs"}
             assert {span[1] for span in own.until("spans", "spans")} == {"ours"}
+        named = node.admin.create_key(Wish(scopes=("deploy",), functions=("their*",), tenant="theirs"))["key"]
+        for holder, failed in ((key, 1), (named, 1), (whole, 2)):
+            with Stream(node, holder) as stream:
+                assert summed(stream.until("minutes", "snapshot")) == [0, 0, failed, 0]
         mine = {"Authorization": f"Bearer {key}"}
+        assert summed(node.http("GET", "/admin/functions/ours/minutes", headers=mine).body["minutes"]) == [0, 0, 1, 0]
+        assert node.http("GET", "/admin/functions/theirs/minutes", headers=mine).code == "unknown_function"
+        given = {"Authorization": f"Bearer {invoker}"}
+        assert node.http("GET", "/admin/functions/ours/minutes", headers=given).code == "scope_missing"
         errors = node.http("GET", "/admin/functions/ours/errors", headers=mine).body["errors"]
         assert [(each["code"], each["text"].splitlines()[-1]) for each in errors] == [
             ("function_raised", "ValueError: <b>as asked</b>")

@@ -132,6 +132,35 @@ def test_a_request_moves_the_timeline_and_the_memory_maps(node: TestNode, page: 
     assert {"93,187,132", "109,169,238", "240,145,90"} & set(shades), "of one of the sources, as style.css has them"
 
 
+def test_the_last_hour_is_there_when_the_page_is_opened_and_goes_on(node: TestNode, window: Browser) -> None:
+    """What came before anybody watched is in it; of what was before the router's start there is a gap."""
+    told = node.http("GET", "/admin/functions/mood/minutes").body
+    failed = sum(counts[2] for counts in told["minutes"].values())
+    bars = "return [...document.querySelectorAll('%s .hour > div')].map((bar) => [bar.className, bar.title])"
+    heights = "return [...document.querySelectorAll('%s .hour .s-failed')].map((part) => part.offsetHeight)"
+    assert node.invoke("mood", "fail").status == 500
+    with shown(node, window) as page:
+        page.wait(lambda: f"{failed + 1} failed" in page.text("#hour [data-hour]"), "what has failed before")
+        assert "since the router's start; before that nothing is known" in page.text("#hour [data-hour]")
+        shown_ = page.run(bars % "#hour")
+        assert len(shown_) == 60
+        assert shown_[0][0] == "s-gap"
+        assert shown_[0][1].endswith(": not known, before the router's start")
+        assert [name for name, _ in shown_[-1:]] == [""]
+        assert max(page.run(heights % "#hour")) >= 2
+        assert node.invoke("mood", "fail").status == 500
+        page.wait(lambda: f"{failed + 2} failed" in page.text("#hour [data-hour]"), "one more")
+        page.run("location.hash = '#/f/mood'")
+        page.wait(lambda: f"{failed + 2} failed" in page.text("#one [data-hour]"), "the function's own")
+        assert node.invoke("mood", "fail").status == 500
+        page.wait(lambda: f"{failed + 3} failed" in page.text("#one [data-hour]"), "one more")
+        page.run("location.hash = ''")
+        page.run("document.querySelector('#hour .hour > div[tabindex=\"0\"]').focus()")
+        page.press("left")
+        said = page.text("#hour [data-hour]")
+        assert re.match(r"\d+:\d+.*: ", said), said
+
+
 def test_an_executor_that_is_killed_shows_and_recovers(node: TestNode, page: Browser) -> None:
     page.wait(lambda: page.run("return document.querySelectorAll('[data-gpu]').length") == 2, "two GPUs")
     page.run(
@@ -177,7 +206,7 @@ def test_what_fails_is_red_and_its_numbers_are_on_a_telephones_screen(node: Test
 
 def test_the_keyboard_reaches_everything(node: TestNode, page: Browser) -> None:
     node.result("mood", 1)
-    page.wait(lambda: page.run("return document.querySelectorAll('[data-stop]').length") >= 2, "both maps")
+    page.wait(lambda: page.run("return document.querySelectorAll('.map [data-stop]').length") >= 2, "both maps")
     name = """const e = document.activeElement;
       return e.dataset.stop ? "map" : e.id || e.getAttribute("aria-label")?.split(/[ ;]/)[0] || e.textContent"""
     reached = []
@@ -188,7 +217,7 @@ def test_the_keyboard_reaches_everything(node: TestNode, page: Browser) -> None:
             break
     heads = ["function", "state", "queue", "running", "requests", "errors", "p50", "p99", "deadline"]
     assert [each[:30] for each in reached] == [
-        *("Skip to the functions", "Dormouse", "key", "theme", "map", "map", "Pause", "timeline"),
+        *("Skip to the functions", "Dormouse", "key", "theme", "map", "map", "Pause", "timeline", "map"),
         *("filter", "which", "What is wrong first", *heads, "in time", "model", "where", "wakes", "error", "mood"),
     ]
     page.press("enter")

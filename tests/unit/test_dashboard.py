@@ -185,7 +185,9 @@ class World:
 
     def __init__(self) -> None:
         self.picture = RouterState(4, 64, "1-")
-        self.requests: Any = SimpleNamespace(watcher=None)
+        self.minutes: dict[str, list[int]] = {}
+        told = {"now": 0.0, "since": 5.0, "minutes": self.minutes}
+        self.requests: Any = SimpleNamespace(watcher=None, since_s=5.0, minutes=lambda caller: copy.deepcopy(told))
         self.samples = 0
         self.said = status("shop-a", "other-b")
         self.revoked: set[Caller] = set()
@@ -244,7 +246,16 @@ def test_a_watcher_hears_all_and_then_what_changes() -> None:
         world.said["functions"]["shop-a"]["queued"] = 3
         name, told = await reader.next()
         assert (name, set(told), told["functions"]["shop-a"]["queued"]) == ("change", {"functions"}, 3)
-        world.sampler.leave(reader.watcher)
+        world.minutes |= {"7": [1, 0, 0, 0], "8": [2, 0, 0, 0]}
+        assert await reader.next() == ("change", {"minutes": {"7": [1, 0, 0, 0], "8": [2, 0, 0, 0]}})
+        del world.minutes["7"]
+        world.minutes["8"] = [2, 0, 1, 0]
+        assert await reader.next() == ("change", {"minutes": {"7": None, "8": [2, 0, 1, 0]}})
+        late = Reader(world)
+        _, told = await late.next()
+        assert (told["minutes"], told["since"]) == ({"8": [2, 0, 1, 0]}, 5.0), "what was before it came"
+        for each in (reader, late):
+            world.sampler.leave(each.watcher)
 
     run(work)
 

@@ -4,11 +4,12 @@ import { byId, h, text } from "/dashboard/dom.js";
 import { keys, refusal, watch } from "/dashboard/stream.js";
 import { Gpus } from "/dashboard/gpus.js";
 import { Timeline } from "/dashboard/timeline.js";
+import { Hour } from "/dashboard/hour.js";
 import { Functions } from "/dashboard/functions.js";
 import { One } from "/dashboard/one.js";
 
 const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true, rights: [] };
-const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")) };
+const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")), hour: new Hour(byId("hour")) };
 const functions = new Functions(byId("table"));
 const one = new One(byId("one"), state, ask);
 const NOTED_MS = 60000; // how long it is said that a process was started again
@@ -18,6 +19,7 @@ function event(name, value) {
   if (name === "snapshot") {
     for (const part of ["node", "problems", "store", "gpus", "functions", "whole", "rights"]) state[part] = value[part];
     parts.timeline.clock(value.now);
+    parts.hour.all(value);
     parts.gpus.all(state);
     functions.all(state.functions);
   } else if (name === "change") {
@@ -26,6 +28,7 @@ function event(name, value) {
       for (const [key, row] of Object.entries(value[part] ?? {}))
         if (row === null) delete state[part][key];
         else state[part][key] = row;
+    if (value.minutes !== undefined) parts.hour.changed(value.minutes);
     for (const key of Object.keys(value.functions ?? {})) functions.changed(key, state.functions[key]);
   } else if (name === "spans") {
     parts.timeline.add(value);

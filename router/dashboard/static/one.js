@@ -2,10 +2,12 @@
 
 import { h, ms, percent, size, text } from "/dashboard/dom.js";
 import { example, resolved } from "/dashboard/schema.js";
+import { Hour } from "/dashboard/hour.js";
 import { call, events, pieces, refusal } from "/dashboard/stream.js";
 
 const LOG_CHARACTERS = 200_000; // what is older is not kept here; the node has it
 const BEGIN = 200; // lines of the log
+const HOUR_MS = 5000; // between two looks at the last hour, while requests come
 
 export class One {
   constructor(box, state, ask) {
@@ -17,17 +19,23 @@ export class One {
 
   rest() {
     this.following?.abort();
+    clearTimeout(this.looking);
+    this.looking = null;
   }
 
   show(name) {
     this.rest();
     this.trying?.abort();
+    this.hour?.rest();
     this.name = name;
     this.box.hidden = name === null;
     if (name === null) {
+      this.hour = null;
       this.box.replaceChildren();
       return;
     }
+    const hours = h("div");
+    this.hour = new Hour(hours);
     this.seen = {};
     this.facts = h("dl", { class: "facts" });
     this.error = h("pre", { hidden: true, "data-error": true, tabindex: 0 });
@@ -47,6 +55,7 @@ export class One {
       this.answerSays, this.answer, h("p", { class: "quiet" }, "Files and bytes: ", h("a", { href: "/docs" }, "all functions' forms")));
     this.box.replaceChildren(
       h("p", {}, h("a", { href: "#" }, "All functions")), this.title, this.facts, this.error,
+      h("h3", {}, "Requests of the last hour"), hours,
       h("div", { class: "two" },
         h("div", {}, h("h3", {}, "Try it"), this.form),
         h("div", {}, h("h3", {}, "Last errors"), this.errors)),
@@ -99,6 +108,10 @@ export class One {
       this.schema();
     }
     this.facts.replaceChildren(...facts(row).filter(([, said]) => said !== "").map(([word, said]) => fact(word, said)));
+    if (this.seen.requests !== row.requests && !this.looking) {
+      this.looking = setTimeout(() => this.look(), this.seen.requests === undefined ? 0 : HOUR_MS);
+      this.seen.requests = row.requests;
+    }
     this.error.hidden = !row.error;
     text(this.error, row.error);
     if (reads && this.seen.errors !== row.errors) {
@@ -140,6 +153,18 @@ export class One {
 
   asks() {
     return h("button", { type: "button", onclick: () => this.ask("A key for logs and errors has the scope deploy.") }, "Enter a key");
+  }
+
+  async look() {
+    const name = this.name, row = this.state.functions[name];
+    this.looking = null;
+    this.seen.requests = row?.requests;
+    try {
+      const answer = await call(`/admin/functions/${encodeURIComponent(name)}/minutes`);
+      if (answer.ok && name === this.name) this.hour.all(await answer.json());
+    } catch {
+      // it is asked for again when there is more
+    }
   }
 
   async failures() {
