@@ -43,7 +43,8 @@ def decode(body: bytes | memoryview) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         wrong = _not_json(body)
         if wrong:
-            raise BadRequest(f"the body is not JSON: {wrong}; send a JSON value") from error
+            hint = "" if "; " in wrong else "; send a JSON value"
+            raise BadRequest(f"the body is not JSON: {wrong}{hint}") from error
         raise BadRequest(f"the body is not JSON that Python can hold: {error}; send a simpler value") from error
 
 
@@ -56,7 +57,7 @@ def _not_json(body: bytes | memoryview) -> str:
             decoder.decode(body[start : start + _STEP_NBYTES])
         decoder.decode(b"", final=True)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return notjson.cause(body) or str(error)
+        return notjson.cause(body, str(error))
     except RecursionError:
         return "it is nested too deeply"
     return ""

@@ -45,7 +45,7 @@ def addressed(body: bytes | memoryview) -> Addressed:
     try:
         return _ADDRESSED.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        text = f"the body must be a JSON object that names a model: {notjson.cause(body) or error}"
+        text = f"the body must be a JSON object that names a model: {notjson.cause(body, str(error))}"
         named = next(
             (name for name in ("model", "stream") if f"`{name}`" in str(error) or f"`$.{name}`" in str(error)), ""
         )

@@ -95,7 +95,7 @@ def test_decode() -> None:
 )
 def test_d16_what_is_not_json(text: bytes) -> None:
     for body in (text, memoryview(b"[" + b"1," * 100_000 + text + b"]")):
-        with pytest.raises(codec.BadRequest, match=r"^the body is not JSON: .*; send a JSON value$"):
+        with pytest.raises(codec.BadRequest, match=r"^the body is not JSON: .*; "):
             codec.decode(body)
 
 
