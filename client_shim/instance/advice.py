@@ -35,7 +35,10 @@ _NO_DRIVER: Final = re.compile(
 )
 _COMPILERS: Final = frozenset({"gcc", "g++", "cc", "c++", "clang", "clang++", "nvcc", "ninja", "make", "cmake"})
 
-NETWORK: Final = "functions have no network: deploy with --network, if [sandbox] network of the node allows it"
+NETWORK: Final = (
+    "functions have no network: call other functions with dormouse.call (deploy with --call NAME); for all else deploy "
+    "with --network, if [sandbox] network of the node allows it"
+)
 HUB: Final = (
     "functions have no network: download it once as the node's user, or put its folder beside the function's file "
     "(docs/hugging-face.md)"

@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Mapping
 from itertools import count
+from queue import SimpleQueue
 from typing import Final
 
 from dormouse.client.errors import CallCancelled, NotThere, OutsideRequest, RequestRefused
+from dormouse.client.inside import AT_ONCE
 from dormouse.client.wire import JSON, HttpReply, ToSend
 from dormouse.client_shim.instance import context
-from dormouse.client_shim.node.router_port import RouterPort
+from dormouse.client_shim.node.router_port import RouterPort, interruptible
 from dormouse.core.quantities import size
 from dormouse.schemas import messages as m
 
@@ -25,12 +27,15 @@ class CallWay:
     def __init__(self, router: RouterPort) -> None:
         self._router, self._pid = router, os.getpid()
         self._numbers = count(1)
+        self._places: SimpleQueue[None] = SimpleQueue()  # whose get() a signal interrupts as a whole
+        for _ in range(AT_ONCE):
+            self._places.put(None)
 
-    def begin(self, function: str, send: ToSend) -> int:
-        """Send; the number of the call. Raises OutsideRequest, RequestRefused, PeerLost."""
-        request = context.number()
-        if not request or os.getpid() != self._pid:
-            raise OutsideRequest(_outside(os.getpid() != self._pid))
+    def __call__(self, function: str, send: ToSend) -> "InstanceCall":
+        """Raises OutsideRequest, NotThere, RequestRefused."""
+        request, forked = context.number(), os.getpid() != self._pid
+        if not request or forked:
+            raise OutsideRequest(_outside(forked))
         if not isinstance(function, str) or not _NAME.fullmatch(function):
             raise NotThere(404, "unknown_function", f"there is no function {str(function)[:100]!r}: give its name")
         if len(send.content) > m.MESSAGE_BODY_NBYTES:
@@ -38,23 +43,37 @@ class CallWay:
             raise RequestRefused(413, "body_too_large", text)
         number = next(self._numbers)
         kind, accept = _types(send.headers)
-        call = m.CallFunction(
+        message = m.CallFunction(
             number=number, request=request, function=function, body=send.content, kind=kind, accept=accept
         )
-        self._router.call(call)
-        return number
+        return InstanceCall(self._router, self._places, message)
 
-    def wait(self, number: int) -> HttpReply:
+
+class InstanceCall:
+    """As `inside.OneCall`."""
+
+    def __init__(self, router: RouterPort, places: "SimpleQueue[None]", message: m.CallFunction) -> None:
+        self._router, self._places, self._message = router, places, message
+        self._left = False
+
+    def answer(self) -> HttpReply:
         """Raises CallCancelled, PeerLost."""
-        answer = self._router.call_answer(number)
+        interruptible(self._places.get)
+        try:
+            with self._router.lock:
+                if not self._left:
+                    self._router.call(self._message)
+            answer = self._router.call_answer(self._message.number)
+        finally:
+            self._places.put(None)
         if answer is None:
             raise CallCancelled(503, "cancelled", "this call was given up")
         return HttpReply(answer.status, answer.headers, answer.body)
 
-    def leave(self, number: int) -> None:
-        """Its answer is not wanted any more: who waits for it stops."""
-        if os.getpid() == self._pid:
-            self._router.leave_call(number)
+    def leave(self) -> None:
+        with self._router.lock:
+            self._left = True
+            self._router.leave_call(self._message.number)
 
 
 def _outside(forked: bool) -> str:

@@ -31,13 +31,15 @@ def requests(
     """Show the last requests of a function, or of all, and where their time went, in milliseconds.
 
     `copy` is the part of `run` until the model was on the GPU; `model` is where it was before: gpu, peer (another GPU),
-    host or disk. The node knows the last 64 of each kind of each function, since its router's start.
+    host or disk; `by` is the function that has called it, with the id of its request. The node knows the last 64 of
+    each kind of each function, since its router's start.
     """
     rows = context.client.requests(name or "", kind or "", most)
     if json_:
         show_json([row | {"at": utc(row["at"])} for row in rows])
     elif rows:
-        table([_past(row) for row in rows], [*PAST_COLUMNS, *(["error"] if kind == "failed" else [])])
+        more = ["by"] if any(row.get("by") for row in rows) else []
+        table([_past(row) for row in rows], [*PAST_COLUMNS, *more, *(["error"] if kind == "failed" else [])])
     else:
         click.echo("no such requests" if kind else "no requests yet", err=True)
 

@@ -161,6 +161,8 @@ def one(value: dict[str, Any], name: str) -> None:
         problem_line(text)
     if said := jobs_line(only["functions"]):
         click.echo(said)
+    if calls := only["functions"][name].get("calls"):
+        click.echo(f"may call {', '.join(calls)}")
     function_tables(only)
     table([load_row(row) for row in value.get("loads", []) if row["function"] == name], LOADS)
     table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)

@@ -274,6 +274,7 @@ def _version(version: Version) -> dict[str, Any]:
         "secrets": list(spec.secrets),
         "environment": spec.environment,
         "network": spec.network,
+        "calls": list(spec.calls),
         "note": spec.note,
     }
 

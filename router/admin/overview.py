@@ -119,6 +119,7 @@ def functions(
                 "instance": function.instance,
                 "instances": {each: picture.instances[each].state.value for each in function.instances},
                 "stateless": spec.stateless,
+                "calls": list(spec.calls),
                 "embedding": spec.embedding is not None,
                 "max_instances": limit(picture, function),
                 "writes": function.writes,

@@ -9,21 +9,23 @@ A call is of one request that its instance runs, and never outlives that. All th
 knows itself: an instance says only which of its own requests calls, and whom. So nothing that an instance makes up lets
 it call whom its deployer did not name, or another tenant's function, or deeper.
 
-Instances wait for one another while they call. That ends, because calls go one way: a function is not called by one
-that it may call itself, whatever lies between. GPUs need no such rule, as who waits has no turn (docs/design/lease.md).
+Instances wait for one another while they call. That ends, because calls go one way (circles.py): a function is not
+called by one that it may call itself, whatever lies between. GPUs need no such rule, as who waits has no turn
+(docs/design/lease.md).
 """
 
-from collections.abc import Iterator
 from typing import Final
 
 from dormouse.core.names import base_of
+from dormouse.router.decisions import circles, failures, queueing, serving, splits
 from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures, queueing, serving, splits
 from dormouse.router.decisions.state import Instance, OpenCall, RouterState
 from dormouse.schemas import messages as m
 
-MOST: Final = 64
-"""Calls of one instance that have no answer, together: of one that has many requests, a few of each."""
+MOST: Final = 32
+"""Calls of one instance that have no answer, whichever of its requests they are of. Half of the messages that may wait
+for one that does not read (router/instances/instances.py).
+"""
 
 DEPTH: Final = 8
 """Calls below one another."""
@@ -58,36 +60,10 @@ def _refusal(p: RouterState, spec: m.FunctionSpec, called: str) -> m.Failure | N
     own = base_of(spec.name)
     if base_of(called) != own and base_of(called) not in spec.calls:
         return failures.not_to_be_called(own, called, spec.calls)
-    if not serves(p, splits.named(p, called), spec.tenant):
+    if not circles.serves(p, splits.named(p, called), spec.tenant):
         return queueing.absent(p, called)
-    way = way_back(p, spec.tenant, base_of(called), own)
+    way = circles.way(p, spec.tenant, base_of(called), own)
     return failures.calls_in_a_circle([own, *way]) if way else None
-
-
-def serves(p: RouterState, name: str, tenant: str) -> bool:
-    """Whether a function of this tenant is served under that name: those of others are not there."""
-    function = p.functions.get(name)
-    return function is not None and function.spec.tenant == tenant
-
-
-def way_back(p: RouterState, tenant: str, start: str, goal: str) -> list[str]:
-    """From one function to another by what each may call, both included; none if there is none."""
-    ways, seen = [[start]], {start}
-    for way in ways:  # which grows: the shortest comes first
-        if way[-1] == goal:
-            return way
-        for name in _callable(p, tenant, way[-1]):
-            if name not in seen:
-                seen.add(name)
-                ways.append([*way, name])
-    return []
-
-
-def _callable(p: RouterState, tenant: str, name: str) -> Iterator[str]:
-    """Whom a function may call, any of its versions that are served."""
-    for each in (name, *splits.besides(p, name)):
-        if serves(p, each, tenant):
-            yield from p.functions[each].spec.calls
 
 
 def arrived(p: RouterState, number: int, name: str, key: tuple[str, int]) -> None:

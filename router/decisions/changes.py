@@ -5,7 +5,7 @@ the old. Pure: acts on a RouterState and does no I/O.
 from msgspec import structs
 
 from dormouse.core.names import base_of
-from dormouse.router.decisions import bases, failures, lives, queueing, splits
+from dormouse.router.decisions import bases, circles, failures, lives, queueing, splits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import Instance, OpenDeploy, Removal, RouterState, ServedFunction
 from dormouse.schemas import messages as m
@@ -23,6 +23,8 @@ def deploy_asked(p: RouterState, asked: e.DeployAsked) -> None:
         p.settle(ask, failures.tenant_refused(spec.tenant, other))
     elif (failure := bases.deploy_refusal(p, spec)) is not None:
         p.settle(ask, failure)
+    elif circle := circles.closed(p, spec):
+        p.settle(ask, failures.calls_in_a_circle(circle))
     elif spec.llm is not None and p.models_exposed and _others_model(p, spec):
         p.settle(ask, failures.model_exposed(p.models_exposed, spec.llm.isolation))
     else:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from itertools import count
 from typing import Any, Protocol
 
-from dormouse.router.decisions import calls, failures, queueing, splits
+from dormouse.router.decisions import circles, failures, queueing, splits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front import tracing
@@ -93,7 +93,7 @@ class FunctionCalls:
             body.complete()
             body.kind, body.accept = call.kind[:TYPE_NBYTES], call.accept[:TYPE_NBYTES]
             name = splits.picked(picture, call.function)
-            if not calls.serves(picture, name, tenant):  # while there was no room, it may have gone
+            if not circles.serves(picture, name, tenant):  # while there was no room, it may have gone
                 raise HttpError(queueing.absent(picture, call.function))
             if (refusal := requests.tenants.enter(tenant, time.monotonic())) is not None:  # a drain lets it through
                 error = refused(refusal)

@@ -52,6 +52,9 @@ ASKED: Final = 4
 lease, and the answer.
 """
 
+CALL: Final = 8
+"""And each of its calls, which is a request. An answer that is no error gives it back: many such calls are honest."""
+
 PARTS: Final = 8
 """Parts of answers that come together and cost the router what a message does."""
 
@@ -118,6 +121,8 @@ class InstanceHost:
                     return on_garbage(name, wrong)
                 if isinstance(message, m.AnswerParts):
                     self.link.spend(len(message.parts) // PARTS)
+                if isinstance(message, m.CallFunction):
+                    self.link.spend(CALL)
                 on_message(name, self.masked(message))
             except Exception as error:  # the outermost frame of this instance's session
                 log.error("instance_raised", instance=name, story=traceback.format_exc())
@@ -363,6 +368,8 @@ class Instances:
         if (host := self.hosts.get(name)) is not None:
             if isinstance(message, m.Run | m.PartsTaken):
                 host.link.spend(-ASKED)
+            if isinstance(message, m.CallAnswered) and message.status < 400:
+                host.link.spend(-CALL)
             host.link.send(message)
 
     def close(self, name: str, how: str) -> None:

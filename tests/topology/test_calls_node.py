@@ -50,7 +50,7 @@ def together(weights, count):
     "In threads, then in coroutines."
     def one(n):
         return call("called", {"n": n})["got"]["n"]
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(60) as pool:
         answers = list(pool.map(one, range(count)))
     async def every():
         return await asyncio.gather(*(acall("called", {"n": n}) for n in range(count)))
@@ -108,9 +108,32 @@ def handle(weights, request):
         os._exit(3)
     if "large" in request:
         return "x" * request["large"]
-    while "waits" in request:
-        time.sleep(0.05)
+    while "waits" in request and not os.path.exists(str(request["waits"])):
+        time.sleep(0.02)
     return {"got": request, "sum": weights.sum().item()}
+"""
+
+HOSTILE = """
+from itertools import count
+from dormouse.client_shim.instance import context
+from dormouse.client_shim.torch_face.remote_tensor import world
+from dormouse.schemas import messages as m
+
+numbers = count(1000)
+
+def load():
+    pass
+
+def handle(state, request):
+    router, own = world.stream.backend.router, context.number()
+    def ask(to="called", body=b"1", **made_up):
+        number = made_up.pop("number", None) or next(numbers)
+        router.call(m.CallFunction(number=number, body=body, **{"request": own, "function": to, **made_up}))
+        return number
+    def said(number):
+        answer = router.call_answer(number)
+        return [answer.status, answer.body.decode()]
+    return eval(request, globals() | locals())
 """
 
 MOST = 768 << 10
@@ -145,7 +168,7 @@ def test_answers_are_what_a_client_gets(node: TestNode) -> None:
 
 
 def test_many_at_once_get_their_own_answers(node: TestNode) -> None:
-    assert asks(node, "together", count=10) == [*range(10), *range(10)]
+    assert asks(node, "together", count=200) == [*range(200), *range(200)], "more than may be open"
     node.deployed("many", MANY, call=("called",), concurrency=4)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda n: node.result("many", 10 * n), range(8))) == [
@@ -213,3 +236,48 @@ def test_a_time_limit_is_the_calls_too(node: TestNode) -> None:
     assert (answer.status, answer.code) == (504, "timed_out")
     node.wait(lambda: outcomes(node, "called").get("short late") == "cancelled", 60, "the call to end")
     assert node.result("short", {"do": "tries", "to": "called", "body": {"n": 1}})["got"] == {"n": 1}
+
+
+def test_what_code_makes_up_calls_nobody(node: TestNode) -> None:
+    """Not even by a request of another function's, which may call that."""
+    node.deployed("hostile", HOSTILE, call=("later",))
+    gate = node.shared / "gate"
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(asks, node, "tries", to="called", body={"waits": str(gate)})
+        node.wait(lambda: node.status()["functions"]["called"]["running"] == 1, 60, "a request that may call")
+        found = node.result("hostile", "[said(ask(request=each)) for each in range(-3, 300) if each != own]")
+        assert {(status, json.loads(text)["error"]["code"]) for status, text in found} == {(503, "cancelled")}
+        assert node.result("hostile", "said(ask())")[0] == 403
+        assert node.result("hostile", "said(ask('later'))")[0] == 404
+        gate.touch()
+        assert others.result()["got"] == {"waits": str(gate)}
+    assert not [row for row in node.admin.requests("called", "", 64) if "hostile" in (row["by"] or "")]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "[ask('caller', number=7) for _ in range(2)], said(7)",  # it is to be submitted, and has a number twice
+        "said(ask(body=b'x' * (900 << 10)))",
+        "said(ask(function=7))",
+        "said(ask(function='x' * (1 << 20)))",
+        "said(ask(request='x'))",
+    ],
+)
+def test_what_no_shim_says_ends_its_instance(node: TestNode, attack: str) -> None:
+    node.deployed("hostile", HOSTILE, call=("caller",))
+    answer = node.invoke("hostile", attack)
+    assert (answer.status, answer.code) == (502, "sandbox_died")
+    assert "broke the protocol" in answer.message
+    assert node.invoke("hostile", "said(ask('other'))").body[0] == 403
+
+
+def test_a_flood_of_calls_ends_its_instance(node: TestNode) -> None:
+    node.deployed("hostile", HOSTILE, call=("called",))
+    found = node.result("hostile", "[said(each) for each in [ask() for _ in range(40)]]")
+    codes = [json.loads(text)["error"]["code"] if status == 429 else status for status, text in found]
+    assert codes == [200] * 32 + ["too_many_calls"] * 8
+    answer = node.invoke("hostile", "[ask() for _ in range(3000)]")
+    assert (answer.status, answer.code) == (502, "sandbox_died")
+    assert "does not read" in answer.message
+    assert asks(node, "tries", to="called", body={"n": 1})["got"] == {"n": 1}

@@ -17,7 +17,7 @@ from dormouse.core.links.ends import STRANGER_BURST
 from dormouse.core.links.link import RawLink
 from dormouse.core.paths import RunPaths
 from dormouse.core.rate import Bucket, SharedBuckets
-from dormouse.router.instances.instances import PARTS, Instances
+from dormouse.router.instances.instances import CALL, PARTS, Instances
 from dormouse.schemas import messages as m
 
 FEW: Any = 10 * STRANGER_BURST
@@ -152,7 +152,7 @@ def test_instances_of_a_tenant_have_one_pace_and_what_they_are_asked_beside_it(t
         instances = Instances(NodeConfig(), paths, lambda *said: heard.append(said), print, structlog.get_logger())
         instances._paces = SharedBuckets(NEVER_S, FEW)
         clients = {}
-        for name, tenant in (("a1", "alice"), ("a2", "alice"), ("b1", "bob")):
+        for name, tenant in (("a1", "alice"), ("a2", "alice"), ("b1", "bob"), ("c1", "carol")):
             host = instances.open(name, msgspec.structs.replace(spec(), tenant=tenant))
             clients[name] = BlockingLink(os.path.join(host.directory, "router"))
             assert await asyncio.to_thread(clients[name].meet, 60.0)
@@ -174,6 +174,18 @@ def test_instances_of_a_tenant_have_one_pace_and_what_they_are_asked_beside_it(t
         clients["b1"]._push(progress, 60.0)
         await _turns()
         assert said("b1") == FEW // 2 + 1, "parts that come together are paid for"
+        call = m.CallFunction(number=1, request=1, function="f", body=b"")
+        clients["c1"]._push(zmtp.framed(msgspec.msgpack.encode(call)) * 4 * FEW, 60.0)
+        await _until(lambda: said("c1") >= FEW // (CALL + 1))
+        await _turns()
+        assert said("c1") <= FEW // (CALL + 1) + STRANGER_BURST, "a call costs more than a message"
+        for status, more in ((404, 0), (200, 1)):  # an error gives nothing back
+            before = said("c1")
+            for _ in range(3 * STRANGER_BURST):
+                instances.send("c1", m.CallAnswered(number=1, status=status, headers={}, body=b""))
+            await _until(lambda least=before + more * STRANGER_BURST: said("c1") >= least)
+            await _turns()
+            assert more or said("c1") == before
         for name, client in clients.items():
             client.close()
             instances.close(name, "")

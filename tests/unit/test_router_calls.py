@@ -234,3 +234,12 @@ def test_a_call_that_fails_is_no_failure_of_its_caller() -> None:
     fails_with(rig.hear(m.Refused(request=acquire.request, failure=refusal)), 50, "gpus_full", 507)
     rig.do(e.CallOver("i1", 1))
     assert one(answered(rig, "i1", ticket), e.Answer).request == 1
+
+
+def test_a_deploy_that_would_close_a_circle_is_refused() -> None:
+    rig = loaded(spec("f", calls=("g",)), spec("g", calls=("h",)), spec("h"))
+    for names, way in ((("f",), "'h' calls 'f' calls 'g' calls 'h'"), (("x", "g"), "'h' calls 'g' calls 'h'")):
+        settled = one(rig.do(e.DeployAsked(1, spec("h", calls=names))), e.Settled)
+        assert settled.failure.code == "call_circle"
+        assert way in settled.failure.text
+    assert not said(rig.do(e.DeployAsked(2, spec("h", calls=("x",)))), e.Settled), "nobody is called x yet"

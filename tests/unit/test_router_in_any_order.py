@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from router_rig import damaged, failure, lease, spec
 
-from dormouse.router.decisions import calls, lives
+from dormouse.router.decisions import circles, lives
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.places import LoadPlaces
 from dormouse.router.decisions.policy import RequestPolicy
@@ -202,7 +202,7 @@ class RouterMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(begun))
         call = self.calls[key]
         assert isinstance(call, e.BeginCall)
-        if calls.serves(self.policy.picture, call.call.function, call.spec.tenant):
+        if circles.serves(self.policy.picture, call.call.function, call.spec.tenant):
             self.arrived += 1
             self.calls[key] = self.arrived
             self.do(e.Arrived(self.arrived, call.call.function, call=key))

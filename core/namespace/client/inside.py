@@ -12,6 +12,7 @@ Whom a function may call, its deploy says (``--call embed``). Decides nothing: t
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
@@ -19,23 +20,24 @@ from dormouse.client import wire
 from dormouse.client.errors import OutsideRequest
 from dormouse.client.wire import HttpReply, ToSend
 
-AT_ONCE: Final = 64
-"""As many as the router lets an instance have open; more wait here."""
+AT_ONCE: Final = 32
+"""Calls of one instance that are open; more wait. The router refuses more."""
 
 
-class Way(Protocol):
-    """To the router."""
+class OneCall(Protocol):
+    """Of the request whose code has made it."""
 
-    def begin(self, function: str, send: ToSend) -> int:
-        """Send; the number of the call."""
+    def answer(self) -> HttpReply:
+        """Send, and wait."""
         ...
 
-    def wait(self, number: int) -> HttpReply: ...
-
-    def leave(self, number: int) -> None:
-        """Its answer is not wanted any more: who waits for it stops."""
+    def leave(self) -> None:
+        """Its answer is not wanted any more: who waits for it stops. Nothing if there is one."""
         ...
 
+
+Way = Callable[[str, ToSend], OneCall]
+"""To the router."""
 
 _way: Way | None = None
 _threads: ThreadPoolExecutor | None = None
@@ -48,32 +50,28 @@ def connect(way: Way) -> None:
 
 def call(function: str, request: Any = None) -> Any:
     """What the function answers. Waits for that. Raises ApiError and its kinds, BadAnswer, OutsideRequest."""
-    way = _connected()
-    number = way.begin(function, wire.sent(function, request, {}))
+    asked = _made(function, request)
     try:
-        return _value(way.wait(number))
-    except BaseException:
-        way.leave(number)
-        raise
+        return _value(asked.answer())
+    finally:
+        asked.leave()
 
 
 async def acall(function: str, request: Any = None) -> Any:
     """The same for coroutines. One that is cancelled gives its call up."""
     global _threads
-    way = _connected()
-    number = way.begin(function, wire.sent(function, request, {}))
+    asked = _made(function, request)
     _threads = _threads or ThreadPoolExecutor(AT_ONCE, "dormouse-call")
     try:
-        return _value(await asyncio.get_running_loop().run_in_executor(_threads, way.wait, number))
-    except BaseException:
-        way.leave(number)
-        raise
+        return _value(await asyncio.get_running_loop().run_in_executor(_threads, asked.answer))
+    finally:
+        asked.leave()
 
 
-def _connected() -> Way:
+def _made(function: str, request: Any) -> OneCall:
     if _way is None:
         raise OutsideRequest("dormouse.call is for functions that a node runs; a program has dormouse.client.Client")
-    return _way
+    return _way(function, wire.sent(function, request, {}))
 
 
 def _value(reply: HttpReply) -> Any:
