@@ -197,10 +197,18 @@ def deploy(
         show_changes(answer)
 
 
+def change(option: str, old: str | None, new: str | None) -> str:
+    """Of a variable or a secret no value is known here."""
+    if "." in option:
+        how = "is new" if old is None else "is not there any more" if new is None else "has another value"
+        return f"{option}: {how}"
+    return f"{option}: {old or 'none'} -> {new or 'none'}"
+
+
 def show_changes(answer: dict[str, Any], err: bool = False) -> None:
     """What of the options is another than in the version before, what is kept of it, and what to beware of."""
     for row in answer.get("changes", ()):
-        click.echo(f"  {row['option']}: {row['old'] or 'not there'} -> {row['new'] or 'not there'}", err=err)
+        click.echo(f"  {change(**row)}", err=err)
     if kept := answer.get("kept"):
         names = ", ".join(each if "." in each else each.replace("_", "-") for each in kept)
         click.echo(f"  as before: {names} (--reset OPTION ends that)", err=err)

@@ -978,6 +978,21 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     assert dormouse("rollback", "f", "0").status == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "old", "new", "said"),
+    [
+        ("env.A", None, "set", "env.A: is new"),
+        ("env.A", "set", "another value", "env.A: has another value"),
+        ("secret.A", "bound", None, "secret.A: is not there any more"),
+        ("call.a", None, "allowed", "call.a: is new"),
+        ("requirements", None, "a==1", "requirements: none -> a==1"),
+        ("deadline", "50ms", "1s", "deadline: 50ms -> 1s"),
+    ],
+)
+def test_what_a_deploy_changed_is_said(option: str, old: str | None, new: str | None, said: str) -> None:
+    assert cli_deploy.change(option, old, new) == said
+
+
 def test_traffic_is_shown_and_set(dormouse: Any, node: Node) -> None:
     assert dormouse("traffic", "shared").out == "shared version 7 gets 90 %\nshared version 5 gets 10 %\n"
     assert json.loads(dormouse("traffic", "shared", "--json").out)["traffic"] == {"7": 90, "5": 10}
