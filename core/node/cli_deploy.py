@@ -178,11 +178,11 @@ def deploy(
         printed = bytearray()
         try:
             with going_on("if the node has all files, the deploy goes on: `dormouse ls` says what comes of it"):
-                show = partial(_show_printed, printed)
+                show = partial(show_and_keep, printed)
                 says: dict[str, Any] = {"reset": list(reset), "note": note, "check": check, "traffic": traffic}
                 answer = command.client.deploy(name, found, options, show, **says)
         except CallRefused as error:
-            raise _not_deployed(command.client, name, error, bytes(printed)) from error
+            raise not_deployed(command.client, name, error, bytes(printed)) from error
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:
@@ -220,19 +220,19 @@ def show_changes(answer: dict[str, Any], err: bool = False) -> None:
         click.echo(f"warning: {warning}", err=True)
 
 
-def show_printed(data: bytes) -> None:
+def show_and_keep(printed: bytearray, data: bytes) -> None:
     sys.stderr.buffer.write(data)
     sys.stderr.buffer.flush()
+    keep(printed, data)
 
 
-def _show_printed(printed: bytearray, data: bytes) -> None:
+def keep(printed: bytearray, data: bytes) -> None:
     """``printed`` has the end of what was shown before."""
-    show_printed(data)
     printed += data
     del printed[:-REPORT_NBYTES]
 
 
-def _not_deployed(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
+def not_deployed(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
     """What is left to say: of a traceback that was just shown, what was raised; what helps; and what is served now."""
     text = str(error).strip()
     if text.encode() in printed:

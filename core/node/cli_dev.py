@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dormouse.core.node.cli_deploy import of_functions, read_options, show_changes, show_printed
+from dormouse.core.node.cli_deploy import keep, not_deployed, of_functions, read_options, show_and_keep, show_changes
 from dormouse.core.node.cli_frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import clear
@@ -53,14 +54,16 @@ def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -
     read_options(given)  # what is wrong with them now, is a slip
     if any(row["name"] == called for row in client.functions()):
         raise CallRefused(409, "name_taken", f"{called!r} is deployed; remove it, or give another --name")
-    seen, complaint, following = None, "", False
+    seen, complaint, following, printed = None, "", False, bytearray()
     try:
         while True:
             try:
                 found = functionfile.find(path)
                 wanted = read_options(given)
                 if (state := (folder.state(found), wanted)) != seen:
-                    answer = client.deploy(called, found, wanted, None if following else show_printed, reset=["all"])
+                    printed = bytearray()
+                    show = partial(keep if following else show_and_keep, printed)  # what is followed is shown already
+                    answer = client.deploy(called, found, wanted, show, reset=["all"])
                     click.echo(f"{called} version {answer['version']} is deployed", err=True)
                     show_changes(answer, err=True)
                     if not following:
@@ -68,7 +71,8 @@ def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -
                     seen, complaint, following = state, "", True
             except (folder.NoFunction, OSError, CallRefused, click.BadParameter) as error:
                 seen = state if isinstance(error, CallRefused) else None  # an editor may be writing it
-                if complaint != (complaint := str(error)):
+                told = not_deployed(client, called, error, bytes(printed)) if isinstance(error, CallRefused) else error
+                if complaint != (complaint := str(told)):
                     click.echo(f"! {complaint}", err=True)
             time.sleep(LOOK_S)
     except KeyboardInterrupt:

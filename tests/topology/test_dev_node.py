@@ -1,5 +1,6 @@
 """`dormouse dev` with the settings of a deploy, on a real node whose run directory only DORMOUSE_RUN names."""
 
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,11 @@ import colours
 def handle(state, request):
     return [colours.VERSION, *(os.environ.get(name) for name in ("MODE", "SIZE", "TOKEN"))]
 """
+
+BROKEN = "def handle(:\n"
+BROKEN_TOLD = [
+    '  File "/function/f.py", line 1\n', "    def handle(:\n", "               ^\n", "SyntaxError: invalid syntax\n",
+]  # fmt: skip
 
 
 class Commands:
@@ -83,7 +89,7 @@ def _save(path: Path, text: str) -> None:
 def test_all_that_is_deployed_with_it_counts(dormouse: Commands, tmp_path: Path) -> None:
     function, variables, required = tmp_path / "f" / "f.py", tmp_path / "f.env", tmp_path / "required.txt"
     function.parent.mkdir()
-    _save(function, FUNCTION)
+    _save(function, BROKEN)
     _save(variables, "MODE=slow\nSIZE=1\n")
     _save(required, "colours==1.0\n")
     dormouse("secret", "set", "TOKEN", said="of the shop")
@@ -95,6 +101,10 @@ def test_all_that_is_deployed_with_it_counts(dormouse: Commands, tmp_path: Path)
             assert dev.stdout is not None
             said = iter(dev.stdout.readline, "")
             assert "Successfully installed colours-1.0\n" in said, "how far it has come"
+            told = list(itertools.takewhile(lambda line: line != "nothing is deployed\n", said))
+            assert told[-5:] == [*BROKEN_TOLD, "! SyntaxError: invalid syntax\n"], "its lines of code once"
+            assert len([line for line in told if "invalid syntax" in line]) == 2
+            _save(function, FUNCTION)
             assert "f-dev version 1 is deployed\n" in said
             assert dormouse.answer("f-dev") == ["1.0", "slow", "2", "of the shop"]
             assert json.loads(dormouse("history", "f-dev", "--json"))[0]["stateless"] is True
@@ -105,7 +115,8 @@ def test_all_that_is_deployed_with_it_counts(dormouse: Commands, tmp_path: Path)
             assert "f-dev version 3 is deployed\n" in said
             assert dormouse.answer("f-dev") == ["2.0", "fast", "2", "of the shop"]
             _save(required, "colours==3.0\n")
-            assert any(line.startswith("! unsolvable: ") or "No matching distribution" in line for line in said)
+            told = list(itertools.takewhile(lambda line: line != "version 3 goes on\n", said))
+            assert told[-1] == "ERROR: No matching distribution found for colours==3.0\n"
             assert dormouse.answer("f-dev")[0] == "2.0", "the one before goes on"
             variables.unlink()
             assert any(line.startswith(f"! {variables} cannot be read") for line in said)
@@ -113,6 +124,10 @@ def test_all_that_is_deployed_with_it_counts(dormouse: Commands, tmp_path: Path)
             _save(required, "colours==1.0\n")
             assert "f-dev version 4 is deployed\n" in said
             assert dormouse.answer("f-dev") == ["1.0", "back", "2", "of the shop"]
+            _save(function, BROKEN)
+            told = list(itertools.takewhile(lambda line: line != "version 4 goes on\n", said))
+            assert told[-5:] == [*BROKEN_TOLD, "! SyntaxError: invalid syntax\n"], "its lines of code once"
+            assert len([line for line in told if "invalid syntax" in line]) == 2
         finally:
             dev.send_signal(signal.SIGINT)
         assert "f-dev is removed\n" in said
