@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import structs
 
-from dormouse.core import tenants
+from dormouse.core import notjson, tenants
 from dormouse.core.config import NodeConfig
 from dormouse.core.modelfolder import ADAPTER
 from dormouse.core.names import base_of
@@ -255,7 +255,8 @@ def _expect_json(check: str) -> None:
     try:
         msgspec.json.decode(check.encode())
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the check is not JSON: {error}; write a request, such as '{{\"x\": 1}}'") from None
+        why = notjson.cause(check.encode(), str(error))
+        raise ConfigError(f"the check is not JSON: {why}; write a request, such as '{{\"x\": 1}}'") from None
 
 
 def _version(version: Version) -> dict[str, Any]:
@@ -276,6 +277,7 @@ def _version(version: Version) -> dict[str, Any]:
         "network": spec.network,
         "calls": list(spec.calls),
         "note": spec.note,
+        "options": options.told(spec),
     }
 
 

@@ -23,6 +23,9 @@ _TYPES: Final = get_type_hints(Settings)
 _WANTED: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
 _SHOWN_CHARS: Final = 80
 
+OF_ONE_DEPLOY: Final = ("note", "check", "traffic")
+"""What is said with a deploy, and is no option of the function."""
+
 
 @dataclass(frozen=True)
 class SettledOptions:
@@ -122,10 +125,14 @@ def changes(before: Flat, after: Flat) -> list[dict[str, str | None]]:
     return rows
 
 
+def told(spec: FunctionSpec) -> dict[str, str]:
+    """All that is not the default, as it is written; variables and secrets by their names alone."""
+    return {key: "set" if "." in key else _short(written(key, value)) for key, value in had(spec).items()}
+
+
 def told_in_audit(spec: FunctionSpec) -> dict[str, Any]:
     """What was deployed: variables and secrets by their names alone."""
-    said = {key: "set" if "." in key else _short(written(key, value)) for key, value in had(spec).items()}
-    more = {"version": spec.version, "content": spec.content, "note": spec.note, "options": said}
+    more = {"version": spec.version, "content": spec.content, "note": spec.note, "options": told(spec)}
     return {key: value for key, value in more.items() if value not in ("", {})}
 
 
@@ -161,6 +168,9 @@ def _named(word: str) -> str:
     """The option that a word means. Raises ConfigError."""
     name = {"secret": "secrets"}.get(word, word.replace("-", "_"))
     if name not in OPTIONS:
+        if name in OF_ONE_DEPLOY:
+            text = f"{word} belongs to one deploy and is not kept; there is nothing to reset or to write into {FILE}"
+            raise ConfigError(f"{text}: give --{word} to the deploy that it is for")
         near = get_close_matches(name, OPTIONS)
         known = f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(KEPT)}"
         extra = "; write variables into [env]" if name == "env_file" else ""

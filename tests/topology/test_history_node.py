@@ -202,6 +202,7 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
     assert (fifth["act"], fifth["content"], fifth["note"]) == ("deploy", contents[5], "1a2b3c")
     options = {"max_instances": "2", "stateless": "true", "env.MODE": "set", "secret.TOKEN": "set"}
     assert fifth["options"] == options
+    assert [row["options"] for row in node.admin.versions("options")][1] == options, "it was the fifth"
     (back,) = [row for row in lines if row["name"] == "options" and row["act"] == "rollback"]
     assert (back["version"], back["copy_of"], back["content"]) == (6, 3, contents[6])
     starts = [row for row in lines if row["act"] == "up"]

@@ -112,6 +112,7 @@ def test_a_version_of_an_older_dormouse_has_what_can_be_seen_of_it() -> None:
         ("\n\n[env]\nMODE = 5\n", "dormouse.toml:3: env is {'MODE': 5}; write a table of names and texts"),
         ('secrets = "TOKEN"\n', 'dormouse.toml:1: secrets is TOKEN; write a list of names, such as ["TOKEN"]'),
         ("llm = true\n", "dormouse.toml:1: llm says what is deployed, so it belongs to the command"),
+        ('note = "1a2b"\n', "dormouse.toml:1: note belongs to one deploy and is not kept; "),
         ("[deploy]\ndeadline = 5\n", "dormouse.toml:1: deploy is no option of a deploy;"),
         ("deadline = \n", "dormouse.toml: Invalid value (at line 1,"),
         ("#" * (17 << 10), "dormouse.toml has more than 16,384 bytes"),
@@ -126,6 +127,13 @@ def test_slips_in_the_file_are_refused_with_their_line(text: str, says: str) -> 
 def test_what_cannot_be_reset_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^dedline is no option of a deploy; did you mean deadline\?"):
         o.settle({}, {}, None, ["dedline"])
+    for word in ("note", "check", "traffic"):
+        with pytest.raises(ConfigError) as raised:
+            o.settle({}, {}, None, [word])
+        assert str(raised.value) == (
+            f"{word} belongs to one deploy and is not kept; there is nothing to reset or to write into dormouse.toml: "
+            f"give --{word} to the deploy that it is for"
+        )
     file = o.of_file("deadline = 5\n")
     with pytest.raises(ConfigError, match=r"^deadline is what dormouse\.toml says; change it there$"):
         o.settle({}, file, served(deadline=6), ["deadline"])
