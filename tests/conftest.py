@@ -1,6 +1,7 @@
 """The loopback world for every folder of tests: a node in this process, and this process's PyTorch connected to it
 while a test runs."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import needs
 import pytest
+
+gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
 # A shell that starts tests in the background has it ignored, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,3 +72,12 @@ def _note_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 pytest_runtest_logreport = pytest_collectreport = _note_skipped
 """The processes among which tests are spread write too: nobody else hears that they have skipped a whole module."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The tests and what they import live as long as the process: no garbage collection needs to look at them again."""
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
