@@ -15,6 +15,7 @@ from dormouse.gpuserver.commands.definitions import DEVICE, CheckedMeta, Generat
 from dormouse.gpuserver.commands.emulation import EMULATED
 from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.index_checks import IndexGuard
+from dormouse.gpuserver.commands.oplist import Allowed
 from dormouse.gpuserver.commands.results import Results, predicted
 from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable
 from dormouse.gpuserver.device.protocol import DeviceLost
@@ -122,16 +123,7 @@ class OperationRunner:
         kwargs = {}
         if kernel.kwargs:
             kwargs = {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()}
-        check = operand_checks.CHECKS.get(op.base)
-        if check is not None:
-            problem = check(op.bound(args, kwargs))
-            if problem is not None:
-                raise CommandFailed(StorageFailure("RuntimeError", problem))
-        if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
-            try:
-                args, kwargs = [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
-            except IndexError as error:
-                raise CommandFailed(_failure(error)) from None
+        args, kwargs = self._checked(kernel, op, args, kwargs)
         self.ran += 1
         try:
             return self._invoke(kernel, args, kwargs)
@@ -149,6 +141,23 @@ class OperationRunner:
                     entry.error, entry.dirty = failed.failure, True  # nobody knows which it was
             raise failed from None
         return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
+
+    def _checked(
+        self, kernel: Kernel, op: Allowed, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, once the checks that its kernel does not make have passed."""
+        try:
+            if (check := operand_checks.CHECKS.get(op.base)) is not None:
+                problem = check(op.bound(args, kwargs))
+                if problem is not None:
+                    raise CommandFailed(StorageFailure("RuntimeError", problem))
+            if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
+                return [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
+        except CommandFailed:
+            raise
+        except Exception as error:  # of operands that nobody has looked at before: the function's
+            raise self.failed(error) from None
+        return args, kwargs
 
     def _invoke(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         assert kernel.op is not None
