@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.commands.room import out_of_memory
+
 CONJUGATED: Final = 1
 NEGATED: Final = 2
 
@@ -75,7 +77,7 @@ def intern(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], o
         # next() and setdefault are atomic: two threads that meet here agree on one object; a number may be skipped.
         made = Meta(next(_numbers), dtype, size, stride, offset, bits)
         if made.extent() > MAX_NBYTES:
-            raise torch.OutOfMemoryError(
+            raise out_of_memory(
                 f"CUDA out of memory. Tried to allocate {made.extent() / 2**30:.2f} GiB. GPU 0 has less than that"
             )
         meta = _interned.setdefault(key, made)

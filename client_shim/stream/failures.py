@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from dormouse.client_shim.commands.room import out_of_memory
 from dormouse.client_shim.torch_private import LinAlgError
 
 
@@ -72,4 +73,5 @@ def exception(kind: str, text: str, op: str | None, site: str | None) -> Excepti
     where = f"\n  in {op.partition('@')[0]} on cuda:0" if op else ""
     if site:
         where += f", issued by\n  {site}"
-    return _CLASSES.get(kind, RuntimeError)(text + where)
+    made = _CLASSES.get(kind, RuntimeError)
+    return out_of_memory(text + where) if made is torch.OutOfMemoryError else made(text + where)

@@ -6,21 +6,12 @@ this is used.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from dormouse.client_shim.commands.plans import Plan
+from dormouse.client_shim.commands.room import Room, expect_allowed
 from dormouse.client_shim.stream.remains import Remains
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed, next_id
-
-LARGE_SHARE: Final = 8
-"""What makes more than one part in so many of a GPU's memory may not fit, and is waited for: a program that catches
-`OutOfMemoryError` tries again with less. Of what is less, and does not fit, the next answer tells."""
-
-
-class Large:
-    """Of the GPU that functions are shown."""
-
-    nbytes = 1 << 40
 
 
 class LiveStorages:
@@ -44,6 +35,11 @@ class LiveStorages:
         """Bytes of all storages that the program can still reach, whether a GPU holds them now or not."""
         return self.held_nbytes - sum(nbytes for number, nbytes in list(freed) if number >= self._first_id)
 
+    def expect_room(self, nbytes: int) -> None:
+        """Refuse what a program does not allow itself."""
+        if self.held_nbytes + nbytes > Room.allowed_nbytes:
+            expect_allowed(self.reachable_nbytes, nbytes)
+
     def hold(self, nbytes: int) -> None:
         """A storage has come into being, or has grown."""
         self.held_nbytes += nbytes
@@ -52,9 +48,9 @@ class LiveStorages:
     def grown(self) -> bool:
         """Whether so much has come since an answer that it may not fit."""
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
-        allowed = self._heard_nbytes + Large.nbytes
-        self.watched_nbytes = min(self.peak_nbytes, allowed)
-        return self.held_nbytes > allowed
+        heard = self._heard_nbytes + Room.large_nbytes
+        self.watched_nbytes = min(self.peak_nbytes, heard, Room.allowed_nbytes)
+        return self.held_nbytes > min(heard, Room.allowed_nbytes)
 
     def heard(self) -> None:
         """An answer covers all that is held."""

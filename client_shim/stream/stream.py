@@ -15,6 +15,7 @@ import torch
 
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Plan
+from dormouse.client_shim.commands.room import Room, expect_allowed
 from dormouse.client_shim.stream.answers import Answers
 from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.bulk import Bulk
@@ -80,9 +81,19 @@ class Stream:
             self._storages.reset_peak()
 
     def hold(self, nbytes: int) -> None:
-        """A storage has grown."""
+        """A storage is about to grow."""
         with self.lock:
+            self._storages.expect_room(nbytes)
             self._storages.hold(nbytes)
+
+    def may_not_fit(self, nbytes: int) -> bool:
+        """Whether so much more is to be brought into being at once, to hear whether there is room for it."""
+        return nbytes > Room.large_nbytes or self._storages.held_nbytes + nbytes > Room.allowed_nbytes
+
+    def allow(self) -> None:
+        """What the program allows itself is another."""
+        with self.lock:
+            self._storages.grown()
 
     # --- leases
 
@@ -255,8 +266,10 @@ class Stream:
 
     def _answer_for(self, plan: Plan, number: int) -> None:
         """Of a command whose results have no owner yet."""
+        made = sum(plan.fresh_nbytes)
         try:
             self.answer_for_all()
+            expect_allowed(self._storages.reachable_nbytes - made, made)
         except BaseException:
             freed.extend(enumerate(plan.fresh_nbytes, number))
             raise
@@ -280,7 +293,18 @@ class Stream:
             payload: list[Any] = self._asked(connection, wire.RESULT_META, plan.id, *operands, first)
             sizes = {result[2]: result[3] for result in payload[0] if result[0] == wire.FRESH}
             storages.made_by_answer(payload[3], sum(sizes.values()))
+            if storages.held_nbytes > Room.allowed_nbytes:
+                self._allow_asked(sizes, first)
             return payload, first
+
+    def _allow_asked(self, sizes: dict[int, int], first: int) -> None:
+        """Of an answer's results, which have no owner yet."""
+        made = sum(sizes.values())
+        try:
+            expect_allowed(self._storages.reachable_nbytes - made, made)
+        except torch.OutOfMemoryError:
+            freed.extend((first + slot, nbytes) for slot, nbytes in sizes.items())
+            raise
 
     def record_alone(self, plan: Plan, operands: list[Any]) -> int:
         """`record`, with a frame for the command itself, whatever other threads record meanwhile."""
@@ -295,6 +319,7 @@ class Stream:
         """Bring an empty storage into being on the executor, before a command names it."""
         with self.lock:
             if not storage.born:
+                self._storages.expect_room(storage.nbytes)
                 connection = self._ready()
                 storage.id = self._storages.make(storage.nbytes)
                 self.answers.unanswered = True
@@ -357,6 +382,8 @@ class Stream:
         with self.lock:
             to_store = self.to_store and self._storages.of_store(storage)
             connection = None if to_store else self._ready()
+            if not storage.born:
+                self._storages.expect_room(storage.nbytes)
             self._storages.put(storage, nbytes, leased=connection is not None)
             self.answers.unanswered = True
             if connection is None:

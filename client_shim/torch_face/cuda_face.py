@@ -1,10 +1,6 @@
 """`torch.cuda` as a program sees it: one device, answered from a snapshot taken when the instance starts.
 
 Only `synchronize` asks the executor, and only while a lease is held. Nothing here records an operation.
-
-Memory figures are this function's own, from the shim's books: allocated are the bytes of its live storages, its model's
-included, whether a GPU holds them now or sleeps; a tensor to which nothing was written takes none. Free is the rest of
-the device: what other functions have there is evicted for this one.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +10,20 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import torch_device
+from dormouse.client_shim.commands.room import LARGE_SHARE, Room
 from dormouse.client_shim.patches import nothing, patch
-from dormouse.client_shim.stream.live_storages import LARGE_SHARE, Large
-from dormouse.client_shim.torch_face import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types
-from dormouse.client_shim.torch_face.accelerator_face import nested
+from dormouse.client_shim.torch_face import (
+    accelerator_face,
+    cuda_memory,
+    cuda_streams,
+    cuda_tools,
+    rng,
+    tensor_types,
+)
 from dormouse.client_shim.torch_face.cuda_tools import refuse
-from dormouse.client_shim.torch_face.device_numbers import expect_first
+from dormouse.client_shim.torch_face.device_numbers import expect_device
+from dormouse.client_shim.torch_face.device_properties import DeviceProperties
 from dormouse.client_shim.torch_face.import_hooks import when_imported
-from dormouse.client_shim.torch_face.remote_tensor import world
 from dormouse.client_shim.torch_face.tensor_methods import no_backward
 from dormouse.schemas.messages import DeviceInfo
 
@@ -35,60 +37,9 @@ UNCONNECTED: Final = DeviceInfo(
 _device = UNCONNECTED
 
 
-class DeviceProperties:
-    """What `torch.cuda.get_device_properties` gives."""
-
-    def __init__(self, device: DeviceInfo) -> None:
-        self.name = device.name
-        self.major, self.minor = device.capability
-        self.total_memory = device.total_nbytes
-        self.multi_processor_count = device.multiprocessors
-        self.is_integrated = self.is_multi_gpu_board = 0
-        self.max_threads_per_multi_processor = 2048
-        self.regs_per_multiprocessor = 65536
-        self.shared_memory_per_block = 49152
-        self.shared_memory_per_multiprocessor = 167936
-        self.warp_size = 32
-        self.L2_cache_size = 41943040
-        self.gcnArchName = self.uuid = ""
-
-    def __repr__(self) -> str:
-        return (
-            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
-            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count})"
-        )
-
-
-def _check(device: Any) -> None:
-    index = device if isinstance(device, int) else torch.device(device).index if device is not None else 0
-    if index != -1:
-        expect_first(index)
-
-
-def _allocated(device: Any = None) -> int:
-    _check(device)
-    return world.stream.held_nbytes if world.stream is not None else 0
-
-
-def _peak(device: Any = None) -> int:
-    _check(device)
-    return world.stream.peak_nbytes if world.stream is not None else 0
-
-
-def _reset_peak(device: Any = None) -> None:
-    _check(device)
-    if world.stream is not None:
-        world.stream.reset_peak()
-
-
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    total = _device.total_nbytes
-    return max(0, total - _allocated(device)), total
-
-
 def _of_device(answer: Callable[[DeviceInfo], Any]) -> Any:
     def query(device: Any = None) -> Any:
-        _check(device)
+        expect_device(device)
         return answer(_device)
 
     return query
@@ -108,16 +59,15 @@ def install() -> None:
         "device_count": lambda: 1,
         "_device_count_nvml": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": _check,
+        "set_device": expect_device,
         "get_device_name": _of_device(lambda info: info.name),
         "get_device_capability": _of_device(lambda info: info.capability),
         "get_device_properties": _of_device(DeviceProperties),
-        "can_device_access_peer": lambda *devices: False,
+        "can_device_access_peer": _can_access,
         "get_arch_list": lambda: ["sm_{}{}".format(*_device.capability)],
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "is_tf32_supported": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or _device.capability >= (8, 0),
+        "is_tf32_supported": lambda: _device.capability >= (8, 0),
         "ipc_collect": nothing,
-        "utilization": _of_device(lambda info: 0),
         "device": _DeviceContext,
         "device_of": _DeviceOf,
         "_DeviceGuard": _DeviceContext,
@@ -126,23 +76,7 @@ def install() -> None:
         "_compile_kernel": refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
         "cudart": refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
     }
-    answers |= {
-        "empty_cache": nothing,
-        "mem_get_info": _mem_get_info,
-        "memory_snapshot": lambda *args, **kwargs: [],
-        "memory_stats": _memory_stats,
-        "memory_stats_as_nested_dict": lambda device=None: nested(_memory_stats(device)),
-        "memory_summary": lambda device=None, abbreviated=False: (
-            f"cuda:0: {_allocated(device)} bytes allocated, {_peak(device)} at most"
-        ),
-        "reset_accumulated_memory_stats": nothing,
-        "set_per_process_memory_fraction": nothing,
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
-    }
-    for name in ("memory_allocated", "memory_reserved", "memory_cached"):
-        answers |= {name: _allocated, f"max_{name}": _peak}
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
-        answers[name] = _reset_peak
+    answers |= cuda_memory.answers()
     answers |= {
         "manual_seed": rng.manual_seed,
         "manual_seed_all": rng.manual_seed,
@@ -153,7 +87,7 @@ def install() -> None:
         "get_rng_state": rng.get_rng_state,
         "set_rng_state": rng.set_rng_state,
         "get_rng_state_all": lambda: [rng.get_rng_state()],
-        "set_rng_state_all": lambda states: rng.set_rng_state(states[0]),
+        "set_rng_state_all": rng.set_rng_state_all,
     }
     for name, answer in answers.items():
         patch(cuda, name, answer)
@@ -178,15 +112,15 @@ def install() -> None:
 def connect(device: DeviceInfo) -> None:
     global _device
     _device = device
-    patch(Large, "nbytes", device.total_nbytes // LARGE_SHARE)
+    patch(Room, "large_nbytes", device.total_nbytes // LARGE_SHARE)
+    cuda_memory.connect(device.total_nbytes)
     patch(torch.version, "cuda", device.cuda or CUDA)
 
 
-def _memory_stats(device: Any = None) -> dict[str, int]:
-    kinds = {"current": _allocated(device), "peak": _peak(device)}
-    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-    figures = {f"{name}.all.{kind}": nbytes for name in names for kind, nbytes in kinds.items()}
-    return figures | {"num_alloc_retries": 0, "num_ooms": 0}
+def _can_access(device: Any, peer_device: Any) -> bool:
+    expect_device(device)
+    expect_device(peer_device)
+    return False
 
 
 class _DeviceContext(nullcontext[None]):
@@ -194,7 +128,7 @@ class _DeviceContext(nullcontext[None]):
 
     def __init__(self, device: Any = None) -> None:
         super().__init__()
-        _check(device)
+        expect_device(device)
         self.idx = 0
 
 
@@ -203,6 +137,7 @@ class _DeviceOf(_DeviceContext):
 
     def __init__(self, obj: Any = None) -> None:
         super().__init__(None)
+        self.idx = 0 if isinstance(obj, torch.Tensor) and obj.is_cuda else -1
 
 
 @contextmanager

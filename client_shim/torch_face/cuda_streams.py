@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim.patches import nothing, patch, raising, raising_class
+from dormouse.client_shim.patches import patch, raising, raising_class
+from dormouse.client_shim.torch_face.device_numbers import expect_device
 from dormouse.client_shim.torch_face.remote_tensor import DEVICE, stream
 from dormouse.schemas import stream as wire
 
 
 def synchronize(device: Any = None) -> None:
+    expect_device(device)
     if stream().leased:
         stream().wait(wire.SYNC)
 
@@ -21,12 +23,17 @@ class Stream:
     """All streams of a function are its one command stream: work is in order, whichever of them it names."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        expect_device(device if device is not None else kwargs.get("device_index"))
         self.device = DEVICE
         self.device_index = 0
         self.device_type = 1
         self.stream_id = 0
         self.cuda_stream = 0
         self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
 
     def synchronize(self) -> None:
         synchronize()
@@ -62,6 +69,9 @@ class Stream:
         return 0
 
 
+_NOT_SHARED: Final = "events cannot be shared between processes on Dormouse"
+
+
 class Event:
     """A point in the stream. Times are the host's, taken after everything before the event has finished."""
 
@@ -69,10 +79,17 @@ class Event:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
         if interprocess:
-            raise NotImplementedError("events cannot be shared between processes on Dormouse")
+            raise NotImplementedError(_NOT_SHARED)
         self._timing = enable_timing
         self._at_s: float | None = None
         self.device = DEVICE
+
+    def ipc_handle(self) -> bytes:
+        raise NotImplementedError(_NOT_SHARED)
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> "Event":
+        raise NotImplementedError(_NOT_SHARED)
 
     def record(self, stream: Stream | None = None) -> None:
         if self._timing:
@@ -99,7 +116,13 @@ _DEFAULT = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
+    expect_device(device)
     return _DEFAULT
+
+
+def _set_stream(stream: Any) -> None:
+    if not isinstance(stream, Stream):
+        raise TypeError(f"a stream is a torch.cuda.Stream, and no {type(stream).__name__}")
 
 
 class StreamContext(nullcontext[None]):
@@ -107,6 +130,8 @@ class StreamContext(nullcontext[None]):
 
     def __init__(self, stream: Stream | None) -> None:
         super().__init__()
+        if stream is not None:
+            _set_stream(stream)
         self.stream = stream
 
 
@@ -136,10 +161,11 @@ def install() -> None:
         "default_stream": current_stream,
         "stream": StreamContext,
         "StreamContext": StreamContext,
-        "set_stream": nothing,
+        "set_stream": _set_stream,
         "get_stream_from_external": raising(_NO_EXTERNAL_STREAM),
         "synchronize": synchronize,
         "is_current_stream_capturing": lambda: False,
     }
     for name, answer in answers.items():
         patch(cuda, name, answer)
+    patch(cuda.graphs, "is_current_stream_capturing", answers["is_current_stream_capturing"])

@@ -10,15 +10,14 @@ import itertools
 import socket
 import sys
 import threading
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import nothing, patch, raising, raising_class
+from dormouse.client_shim.torch_face import synchronizing
 from dormouse.client_shim.torch_face.import_hooks import when_imported
-
-_SYNC_MODES: Final = {"default": 0, "warn": 1, "error": 2}
 
 
 def refuse(what: str, instead: str) -> Any:
@@ -36,24 +35,25 @@ def install() -> None:
     allocator = "The GPU's memory is managed by its executor."
     driver = "The driver's figures are not visible here."
     answers: dict[str, Any] = {
-        "get_sync_debug_mode": lambda: _Switches.sync_debug_mode,
-        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": synchronizing.get_mode,
+        "set_sync_debug_mode": synchronizing.set_mode,
         "get_allocator_backend": lambda: "native",
-        "memory_usage": lambda device=None: cuda.utilization(device),
-        "device_memory_used": _device_memory_used,
-        "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
         "reset_accumulated_host_memory_stats": nothing,
         "reset_peak_host_memory_stats": nothing,
         "check_error": _check_error,
         "_sleep": nothing,
     }
-    for name in ("temperature", "power_draw", "clock_rate"):
+    for name in ("temperature", "power_draw", "clock_rate", "utilization", "memory_usage", "list_gpu_processes"):
         answers[name] = refuse(f"torch.cuda.{name}()", driver)
     for name in ("current_blas_handle", "current_solver_handle"):
         answers[name] = refuse(f"torch.cuda.{name}()", plain)
-    for name in ("caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "use_mem_pool"):
+    for name in (
+        *("caching_allocator_alloc", "caching_allocator_delete", "caching_allocator_enable"),
+        *("caching_allocator_disabled", "change_current_allocator", "use_mem_pool"),
+        *("host_memory_stats", "host_memory_stats_as_nested_dict"),
+    ):
         answers[name] = refuse(f"torch.cuda.{name}()", allocator)
-    for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
+    for name in ("memory_snapshot", "_record_memory_history", "_snapshot", "_dump_snapshot"):
         answers[name] = refuse(f"torch.cuda.memory.{name}()", f"{allocator} See torch.cuda.memory_summary().")
     for name in ("MemPool", "CUDAPluggableAllocator"):
         answers[name] = raising_class(name, _text(f"torch.cuda.{name}", allocator))
@@ -65,6 +65,7 @@ def install() -> None:
             patch(cuda.memory, name, answer)
     _install_modules(cuda)
     _install_one_device()
+    _install_backends()
     when_imported("torch.distributed.distributed_c10d", _install_process_groups)
 
 
@@ -73,6 +74,7 @@ def _install_modules(cuda: Any) -> None:
     for name in ("init", "start", "stop"):
         patch(cuda.profiler, name, nothing)
     patch(cuda.profiler, "profile", contextlib.nullcontext)
+    patch(cuda.profiler, "cudart", cuda.cudart)
     collectives = ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter")
     for name in (*collectives, "init_rank", "unique_id", "version"):
         patch(cuda.nccl, name, refuse(f"torch.cuda.nccl.{name}()", "There is one device."))
@@ -86,6 +88,31 @@ def _install_modules(cuda: Any) -> None:
     for name in ("gds_register_buffer", "gds_deregister_buffer"):
         patch(cuda.gds, name, refuse(f"torch.cuda.gds.{name}()", files))
     patch(cuda.gds, "GdsFile", raising_class("GdsFile", _text("torch.cuda.gds.GdsFile", files)))
+
+
+def _install_backends() -> None:
+    backend: Any = torch.backends.cuda
+    patch(backend, "is_built", lambda: True)
+    for name in ("blas_workspace_size", "cublas_workspace_size", "cublaslt_workspace_size"):
+        if hasattr(backend, name):  # as versions of torch differ
+            refusal = refuse(f"torch.backends.cuda.{name}()", "The libraries are the executor's.")
+            patch(backend, name, refusal)
+    props = vars(backend.cuFFTPlanCache)  # which hold PyTorch's own functions
+    patch(props["max_size"], "getter", lambda device: _Plans.most)
+    patch(props["max_size"], "setter", _Plans.set_most)
+    size = refuse("the size of cuFFT's plan cache", "The plans are the executor's.")
+    patch(props["size"], "getter", size)
+    patch(torch, "_cufft_clear_plan_cache", nothing)
+
+
+class _Plans:
+    """How many of cuFFT's plans are kept changes speed only: remembered."""
+
+    most = 4096  # cuFFT's own
+
+    @classmethod
+    def set_most(cls, device: int, most: int) -> None:
+        cls.most = most
 
 
 def _install_one_device() -> None:
@@ -136,23 +163,6 @@ def _to_one(tensor: torch.Tensor, devices: Any) -> torch.Tensor:
 
 def _gather(tensors: Any, dim: int, destination: Any = None) -> torch.Tensor:
     return torch.cat(list(tensors), dim).to("cpu" if destination == -1 else "cuda")
-
-
-class _Switches:
-    sync_debug_mode = 0
-
-
-def _set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Remembered only: no operation here synchronizes the way that it would warn of."""
-    mode = _SYNC_MODES.get(debug_mode, -1) if isinstance(debug_mode, str) else debug_mode
-    if mode not in _SYNC_MODES.values():
-        raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
-    _Switches.sync_debug_mode = mode
-
-
-def _device_memory_used(device: Any = None) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 def _check_error(res: int) -> None:

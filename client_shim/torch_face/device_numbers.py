@@ -35,6 +35,15 @@ def expect_first(index: int | None) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
 
 
+def expect_device(device: Any) -> None:
+    """What names a device names the only one, where it is cuda that is asked."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    if index != -1:
+        expect_first(index)
+
+
 def _first_named(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if args and type(args[0]) is int and args[0] >= 0:
         return ("cuda", args[0], *args[1:])

@@ -18,6 +18,8 @@ from dormouse.client_shim.commands.prediction import infer
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, born_storage
 from dormouse.client_shim.stream.stream import Stream
+from dormouse.client_shim.torch_face import synchronizing
+from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.schemas import stream as wire
 
 DEVICE: Final = torch.device("cuda", 0)
@@ -130,8 +132,10 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         return operation.op.decompose(*args, **kwargs)
     if operation.local:
         return torch_dispatcher.call_composite(operation.op, args, kwargs)
-    if kwargs and (device := kwargs.get("device")) is not None and device.type != "cuda":
-        return _elsewhere(operation, args, kwargs)
+    if kwargs and (device := kwargs.get("device")) is not None:
+        if device.type != "cuda":
+            return _elsewhere(operation, args, kwargs)
+        expect_first(device.index)
     key: list[Any] = []
     tensors: list[RemoteTensor] = []
     operands: list[Any] = []
@@ -305,9 +309,9 @@ def reshape(tensor: RemoteTensor, meta: Meta) -> None:
     """Give a tensor object another geometry in place (`resize_`, `t_`, an empty `out=`)."""
     storage = tensor._storage
     if (growth := meta.extent() - storage.nbytes) > 0:
-        storage.nbytes += growth
         if storage.born:
             stream().hold(growth)
+        storage.nbytes += growth
     become(tensor, storage, meta)
 
 
@@ -325,6 +329,8 @@ def _ask(
     ids: list[Any],
     tensors: list[RemoteTensor],
 ) -> Any:
+    if operation.ask_always or operation.op._schema.name in operations.MOSTLY_STATIC:
+        synchronizing.note()
     (results, changes, listed, _), first = current.ask(plan, ids)
     told = definitions.told(results, changes, listed)
     if plan.believed and not plan.writes:

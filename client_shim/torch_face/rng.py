@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import torch
 
 from dormouse.client_shim.commands.definitions import generator_numbers
-from dormouse.client_shim.torch_face.device_numbers import named
+from dormouse.client_shim.torch_face.device_numbers import expect_device, named
 from dormouse.client_shim.torch_face.remote_tensor import stream, world
 from dormouse.schemas import stream as wire
 
@@ -135,8 +135,15 @@ def _set_state(generator: int, state: torch.Tensor) -> None:
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    expect_device(device)
     return _state(0)
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    expect_device(device)
     _set_state(0, new_state)
+
+
+def set_rng_state_all(new_states: Any) -> None:
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)

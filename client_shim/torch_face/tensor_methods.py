@@ -11,7 +11,7 @@ import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import patch, raising
-from dormouse.client_shim.torch_face import at_call, device_numbers, pinning, storages  # noqa: F401  # at_call: its handlers
+from dormouse.client_shim.torch_face import at_call, device_numbers, pinning, storages, synchronizing  # noqa: F401  # at_call: its handlers
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote, wrap
 from dormouse.client_shim.torch_face.storages import CudaStorage, address, copied, set_
 from dormouse.client_shim.torch_face.transfers import download
@@ -45,6 +45,7 @@ def _data_ptr(self: RemoteTensor) -> int:
 
 
 def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
+    synchronizing.note()
     host = download(self)
     text: str = torch._tensor_str._str(host, tensor_contents=tensor_contents)  # type: ignore[no-untyped-call]
     closing = text.rindex(")")
@@ -54,11 +55,13 @@ def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
 
 
 def _tolist(self: RemoteTensor) -> Any:
+    synchronizing.note()
     return download(self).tolist()
 
 
 def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
     if force:
+        synchronizing.note()
         return download(self).numpy(force=True)
     raise TypeError(
         "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."

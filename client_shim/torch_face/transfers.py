@@ -12,8 +12,8 @@ from dormouse.client_shim import torch_dispatcher
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation, handler
-from dormouse.client_shim.stream.live_storages import Large
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.torch_face import synchronizing
 from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import (
     DEVICE,
@@ -23,6 +23,7 @@ from dormouse.client_shim.torch_face.remote_tensor import (
     is_remote,
     record,
     stream,
+    world,
     wrap,
     wrap_as,
 )
@@ -90,6 +91,8 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if is_remote(target) and is_remote(source):
         return record(operation, args[:2], {})
+    if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+        synchronizing.note()
     if is_remote(target):
         if source.device.type != "cpu":
             raise RuntimeError(f"cannot copy a tensor on {source.device} to cuda:0")
@@ -106,6 +109,8 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == "cuda":
+        if device is not None:
+            expect_first(device.index)
         kept = {
             name: value
             for name, value in kwargs.items()
@@ -119,6 +124,8 @@ def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
             )
     if device.type != "cpu":
         raise RuntimeError(f"a Dormouse function has cuda:0 and the CPU; there is no {device}")
+    if not kwargs.get("non_blocking", False):
+        synchronizing.note()
     host = download(args[0])
     dtype, memory_format = kwargs.get("dtype"), kwargs.get("memory_format")
     return host.to(dtype=dtype or host.dtype, memory_format=memory_format or torch.preserve_format)
@@ -126,6 +133,7 @@ def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handler("_local_scalar_dense")
 def _local_scalar_dense(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    synchronizing.note()
     return download(args[0]).item()
 
 
@@ -158,8 +166,9 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _room(tensor: RemoteTensor) -> RemoteTensor:
     """What may not fit is brought into being at once, unless what is put into it may go to the store."""
-    if tensor._storage.nbytes > Large.nbytes and not stream().to_store:
-        stream().create(tensor._storage)
+    current = world.stream
+    if current is not None and current.may_not_fit(tensor._storage.nbytes) and not current.to_store:
+        current.create(tensor._storage)
     return tensor
 
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
+
+from dormouse.client_shim.stream import failures
+from dormouse.client_shim.torch_face import cuda_face
 
 CUDA = "cuda"
 
@@ -78,6 +82,183 @@ def test_n8_memory_of_a_failed_and_of_a_lost_lease(loopback: Any) -> None:
     assert torch.cuda.memory_allocated() == 0
     loopback.begin_lease()
     assert torch.cuda.memory_allocated() == 0, "it is counted once, though the executor is told later"
+
+
+@pytest.fixture
+def room(loopback: Any) -> Any:
+    """A device of 16 MiB, of which a program allows itself a 32nd."""
+    cuda_face.connect(replace(cuda_face.UNCONNECTED, total_nbytes=1 << 24))
+    loopback.begin_lease()
+    torch.zeros(2000 * KIB, device=CUDA)  # more than what comes later
+    torch.cuda.synchronize()
+    torch_.cuda.reset_accumulated_memory_stats()
+    torch_.cuda.set_per_process_memory_fraction(1 / 32)
+    return loopback
+
+
+KIB = 1 << 10
+BEYOND: dict[str, Any] = {
+    "computed": lambda some: some.expand(3, -1) + 1,
+    "of an unknown size": lambda some: some[: 40 * KIB].nonzero(),
+    "uploaded": lambda some: torch.ones(300 * KIB, dtype=torch.uint8).to(CUDA),
+    "made of nothing": lambda some: torch.empty(300 * KIB, dtype=torch.uint8, device=CUDA),
+    "grown": lambda some: torch.cat([some, some[:1]], out=torch.ones(1, dtype=torch.uint8, device=CUDA)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_program_keeps_to_the_part_of_the_memory_that_it_allows_itself(room: Any, name: str) -> None:
+    cuda = torch_.cuda
+    assert cuda.get_per_process_memory_fraction() == 1 / 32
+    some = torch.zeros(300 * KIB, dtype=torch.uint8, device=CUDA)
+    some += 1
+    for times in (1, 2):
+        with pytest.raises(torch.OutOfMemoryError, match=r"allows 0\.50 MiB"):
+            BEYOND[name](some)
+        assert cuda.memory_stats()["num_ooms"] == times
+        assert cuda.memory_allocated() in (300 * KIB, 300 * KIB + 1), "nothing is left of it"
+    assert int(some.sum()) == 300 * KIB, "what is held goes on"
+    del some
+    kept = torch.zeros(500 * KIB, dtype=torch.uint8, device=CUDA)
+    cuda.set_per_process_memory_fraction(1.0)
+    assert BEYOND[name](kept) is not None
+    cuda.reset_accumulated_memory_stats()
+    assert cuda.memory_stats()["num_ooms"] == 0
+
+
+def test_a_fraction_is_one(loopback: Any) -> None:
+    for wrong, kind in ((1, TypeError), ("0.5", TypeError), (1.5, ValueError), (-0.1, ValueError)):
+        with pytest.raises(kind, match=r"fraction"):
+            torch_.cuda.set_per_process_memory_fraction(wrong)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch_.cuda.set_per_process_memory_fraction(0.5, 1)
+    assert torch_.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_memory_that_an_executor_refuses_is_counted(loopback: Any) -> None:
+    loopback.begin_lease()
+    before = torch_.cuda.memory_stats()["num_ooms"]
+    with pytest.raises(RuntimeError, match="memory"):
+        (torch.ones(1, device=CUDA).expand(1 << 39) + 1).sum().item()
+    told = failures.exception("OutOfMemoryError", "no room", None, None)
+    assert (type(told), str(told)) == (torch.OutOfMemoryError, "no room")
+    assert torch_.cuda.memory_stats()["num_ooms"] == before + 2
+    with pytest.raises(KeyError, match=r"inactive_split_bytes\.all\.peak: a Dormouse function's memory_stats"):
+        torch_.cuda.memory_stats()["inactive_split_bytes.all.peak"]
+
+
+SYNCHRONIZING: dict[str, Any] = {
+    "item": lambda x: x[0].item(),
+    "cpu": lambda x: x.cpu(),
+    "tolist": lambda x: x.tolist(),
+    "print": lambda x: str(x),
+    "if": lambda x: bool(x[0] > 0),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "an upload": lambda x: torch.ones(3).to(CUDA),
+    "a copy": lambda x: torch.ones(3).copy_(x),
+}
+ASYNCHRONOUS: dict[str, Any] = {
+    "computation": lambda x: (x * 2)[1:].softmax(0).sum(),
+    "an upload": lambda x: torch.ones(3).to(CUDA, non_blocking=True),
+    "a download": lambda x: x.to("cpu", non_blocking=True),
+    "a factory": lambda x: torch.zeros(3, device=CUDA),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", SYNCHRONIZING)
+def test_what_waits_is_told_if_a_program_wants_to_know(loopback: Any, name: str) -> None:
+    x = torch.ones(3, device=CUDA)
+    call = SYNCHRONIZING[name]
+    call(x)
+    try:
+        torch.cuda.set_sync_debug_mode("warn")
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+            call(x)
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            call(x)
+        for other in ASYNCHRONOUS.values():
+            other(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    call(x)
+
+
+ELSEWHERE: dict[str, Any] = {
+    "synchronize": lambda device: torch.cuda.synchronize(device),
+    "current_stream": lambda device: torch.cuda.current_stream(device),
+    "default_stream": lambda device: torch.cuda.default_stream(device),
+    "Stream": lambda device: torch_.cuda.Stream(device),
+    "get_rng_state": lambda device: torch.cuda.get_rng_state(device),
+    "set_rng_state": lambda device: torch.cuda.set_rng_state(torch.cuda.get_rng_state(), device),
+    "peer": lambda device: torch.cuda.can_device_access_peer(0, device),
+    "device": lambda device: torch.cuda.device(device),
+    "to": lambda device: torch.ones(1, device=CUDA).to(device),
+    "cuda": lambda device: torch.ones(1, device=CUDA).cuda(device),
+    "zeros_like": lambda device: torch.zeros_like(torch.ones(1, device=CUDA), device=torch.device("cuda", 1)),
+    "accelerator": lambda device: torch.accelerator.synchronize(device),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_there_is_no_other_device(loopback: Any, name: str) -> None:
+    for device in (1, "cuda:1", torch.device("cuda", 1)):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            ELSEWHERE[name](device)
+
+
+def test_a_stream_is_a_stream_and_a_device_is_one_of_cuda(loopback: Any) -> None:
+    cuda = torch_.cuda
+    for call in (cuda.set_stream, cuda.stream):
+        with pytest.raises(TypeError, match=r"torch\.cuda\.Stream, and no int"):
+            call(3)
+    for call in (cuda.set_device, cuda.get_device_name, cuda.synchronize, cuda.memory_allocated):
+        with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
+            call("cpu")
+    assert (cuda.device_of(torch.ones(1)).idx, cuda.device_of(torch.ones(1, device=CUDA)).idx) == (-1, 0)
+    states = [cuda.get_rng_state()]
+    cuda.set_rng_state_all(states)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        cuda.set_rng_state_all(states * 2)
+    assert cuda.Stream.priority_range() == (0, 0)
+    assert cuda.graphs.is_current_stream_capturing() is False
+
+
+def test_what_a_capability_decides(loopback: Any) -> None:
+    """And what it does not is not made up."""
+    cuda = torch_.cuda
+    seen = []
+    for capability in ((7, 5), (8, 0), (9, 0), (13, 0)):
+        cuda_face.connect(replace(cuda_face.UNCONNECTED, capability=capability))
+        told = cuda.get_device_properties()
+        multi = [
+            getattr(told, f"{name}_per_multi{'_' * (name[0] == 'm')}processor", 0)
+            for name in ("max_threads", "shared_memory")
+        ]
+        seen.append((cuda.is_bf16_supported(False), cuda.is_bf16_supported(), cuda.is_tf32_supported(), *multi))
+    assert seen == [
+        (False, True, False, 1024, 65536),
+        (True, True, True, 2048, 167936),
+        (True, True, True, 2048, 233472),
+        (True, True, True, 0, 0),
+    ]
+    for name in ("L2_cache_size", "uuid", "pci_bus_id"):
+        with pytest.raises(AttributeError, match=f"{name} of a GPU is not known in a Dormouse function"):
+            getattr(cuda.get_device_properties(), name)
+
+
+def test_backends_of_cuda(loopback: Any) -> None:
+    backend: Any = torch.backends.cuda
+    assert backend.is_built()
+    backend.cufft_plan_cache.max_size = 10
+    assert backend.cufft_plan_cache[0].max_size == 10
+    backend.cufft_plan_cache.clear()
+    for call in (lambda: backend.cufft_plan_cache.size, backend.cublas_workspace_size):
+        with pytest.raises(RuntimeError, match="a Dormouse function: its process"):
+            call()
 
 
 def test_n8_there_is_a_version_of_cuda(loopback: Any) -> None:
@@ -337,6 +518,13 @@ def test_the_default_generator(loopback: Any) -> None:
         lambda: torch_.cuda.tunable.read_file("file"),
         lambda: torch_.cuda.current_blas_handle(),
         lambda: torch_.cuda.temperature(),
+        lambda: torch_.cuda.utilization(),
+        lambda: torch_.cuda.memory_usage(),
+        lambda: torch_.cuda.list_gpu_processes(),
+        lambda: torch_.cuda.memory_snapshot(),
+        lambda: torch_.cuda.host_memory_stats(),
+        lambda: torch_.cuda.caching_allocator_disabled(),
+        lambda: torch_.cuda.profiler.cudart(),
     ],
 )
 def test_what_needs_the_driver_says_so(loopback: Any, call: Any) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, linalg
 
 from dormouse.client_shim import torch_private
-from dormouse.client_shim.stream.live_storages import Large
+from dormouse.client_shim.commands.room import Room
 from dormouse.gpuserver.commands.operators import refusal
 
 CUDA = "cuda"
@@ -259,6 +259,14 @@ def test_labels_that_no_class_has_are_not_looked_up(loopback: Any) -> None:
             loss(CUDA, 1, wrong)
 
 
+def test_a_check_that_itself_fails_is_an_operations_error(loopback: Any) -> None:
+    """And no end of the instance: the operands that it is given were looked at by nobody before."""
+    labels = torch.ones(1, 2, device=CUDA) * 1j
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        F.ctc_loss(torch.zeros(4, 1, 3, device=CUDA), labels, torch.tensor([4]), torch.tensor([2])).item()
+    assert (torch.ones(2, device=CUDA) * 2).tolist() == [2.0, 2.0]
+
+
 def test_what_has_succeeded_once_is_not_waited_for_again(loopback: Any) -> None:
     """A kernel that is there for some dtypes is there for all tensors of these."""
     answers = loopback.stream.answers
@@ -292,7 +300,7 @@ def test_a_refused_operation_names_a_way_on() -> None:
 
 def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program halves its batch when the GPU is full; what surely fits makes no round trip."""
-    monkeypatch.setattr(Large, "nbytes", 1 << 16)
+    monkeypatch.setattr(Room, "large_nbytes", 1 << 16)
     stream, answers = loopback.stream, loopback.stream.answers
     host = torch.ones(1 << 15)
     model = host.to(CUDA)
@@ -319,7 +327,7 @@ def test_what_may_not_fit_is_waited_for(loopback: Any, monkeypatch: pytest.Monke
 
 def test_many_small_that_add_up_are_waited_for_together(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed or uploaded; those that have died do not count."""
-    monkeypatch.setattr(Large, "nbytes", 1 << 16)
+    monkeypatch.setattr(Room, "large_nbytes", 1 << 16)
     loopback.begin_lease()
     answers = loopback.stream.answers
     host = torch.ones(1 << 11)  # of which the ninth is waited for
