@@ -93,7 +93,7 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     multiple=True,
     metavar="OPTION",
     help="Do not keep what the version before had: an option (deadline), a variable (env.NAME), a secret "
-    "(secret.NAME), or all.",
+    "(secret.NAME), a function to call (call.NAME), or all.",
 )
 @click.option("--note", default="", help="For people, shown by `dormouse history`: a commit, for example.")
 @click.option(

@@ -7,7 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from guides import blocks
 
+from dormouse.core.node import cli
 from dormouse.core.node.testing import TestNode, running_node
 
 CALLER = """
@@ -281,3 +284,37 @@ def test_a_flood_of_calls_ends_its_instance(node: TestNode) -> None:
     assert (answer.status, answer.code) == (502, "sandbox_died")
     assert "does not read" in answer.message
     assert asks(node, "tries", to="called", body={"n": 1})["got"] == {"n": 1}
+
+
+def test_the_guide_shows_what_runs(node: TestNode) -> None:
+    search, tries = [text for text in blocks("docs/moving.md", "python") if "import call" in text]
+    node.deployed("embed", "def handle(state, request):\n    return [len(request['text'])]\n")
+    node.deployed("index", "def handle(state, request):\n    return request\n")
+    node.deployed("search", search, call=("embed", "index"))
+    assert node.result("search", {"text": "abc"}) == {"found": {"vector": [3], "most": 5}}
+    node.deployed("search", tries, call=("embed",))
+    assert node.result("search", {"text": "abc"}) == [3]
+    assert node.result("search", {}) == [500, "function_raised"]
+    assert node.remove("embed").status == 200
+    assert node.result("search", {"text": "abc"}) is None
+
+
+def test_whom_it_may_call_is_kept_changed_and_told(node: TestNode) -> None:
+    folder = node.folder("kept")
+    (folder / "kept.py").write_text(MANY)
+    (folder / "dormouse.toml").write_text('call = ["called"]\nconcurrency = 2\n')
+
+    def dormouse(*words: str) -> str:
+        found = CliRunner().invoke(cli.cli, ["--run", str(node.run), *words])
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    dormouse("deploy", "kept", str(folder), "--call", "later")
+    assert "may call called, later\n" in dormouse("status", "kept")
+    assert "call.later" in dormouse("deploy", "kept", str(folder)), "it says what it keeps"
+    assert "call.later: allowed -> not there" in dormouse("deploy", "kept", str(folder), "--reset", "call.later")
+    assert "may call called\n" in dormouse("status", "kept")
+    assert node.result("kept", 1) == [1, 2, 3, 1]
+    assert "kept " in dormouse("requests", "called", "-n", "4"), "who has called"
+    refused = node.deploy("called", CALLED, call=("kept",))
+    assert (refused.status, refused.code) == (409, "call_circle")

@@ -139,3 +139,32 @@ def test_what_cannot_be_reset_is_refused() -> None:
         o.settle({}, file, served(deadline=6), ["deadline"])
     assert o.settle(o.flat({"deadline": 7}), file, None, ["deadline"]).settings.deadline == 7
     assert o.settle({}, file, served(deadline=6, timeout=7), ["all"]).options == {"deadline": 5}
+
+
+@pytest.mark.parametrize(
+    ("call", "more", "words"),
+    [
+        (["f"], {}, "call names 'f' itself"),
+        (["a b"], {}, "call names 'a b', which is no function's name"),
+        (["g@2"], {}, "versions are left out"),
+        ([f"f{number}" for number in range(65)], {}, "at most 64"),
+        (["g"], {"batch": 4}, "leave out batch, or call"),
+        (["g"], {"llm": True}, "call is of functions"),
+    ],
+)
+def test_whom_a_function_may_not_be_said_to_call(call: list[str], more: dict[str, Any], words: str) -> None:
+    settled = o.settle(o.flat({"call": call, **more}), {}, None)
+    with pytest.raises(ConfigError, match=words):
+        spec_of("f", "config.json" if more.get("llm") else "f.py", settled.settings)
+
+
+def test_whom_a_function_may_call_is_kept_name_by_name() -> None:
+    before = served(call=["g", "h"])
+    assert before.calls == ("g", "h")
+    settled = o.settle(o.flat({"call": ["i"]}), {}, before, ["call.h"])
+    assert settled.settings.call == ("g", "i")
+    assert o.settle({}, {}, before, ["call"]).settings.call == ()
+    assert o.changes(o.had(before), settled.options) == [
+        {"option": "call.h", "old": "allowed", "new": None},
+        {"option": "call.i", "old": None, "new": "allowed"},
+    ]
