@@ -28,9 +28,14 @@ def hints(text: str) -> list[str]:
     return [line.removeprefix(HINT) for line in text.splitlines() if line.startswith(HINT)]
 
 
+def traced(text: str) -> bool:
+    """Whether there are frames in it."""
+    return _BEGINS in text or '  File "' in text
+
+
 def outward(text: str) -> str:
     """For those who may not read the function's log: no frame of its code, and of a path its last part."""
-    if _BEGINS not in text and '  File "' not in text:
+    if not traced(text):
         return text
     said: list[str] = []
     frame = False

@@ -24,7 +24,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 15
+PROTOCOL: Final = 16
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -210,7 +210,16 @@ class JobResult(Packet, frozen=True, kw_only=True, tag=21):
 
 
 class CancelJob(Packet, frozen=True, kw_only=True, tag=22):
+    """One that waits or runs; with ``forget``, one that has ended."""
+
     id: str
+    forget: bool = False
+
+
+class Schema(Packet, frozen=True, kw_only=True, tag=31):
+    """What a function takes and answers."""
+
+    name: str
 
 
 class Drain(Packet, frozen=True, kw_only=True, tag=23):
@@ -279,6 +288,7 @@ Act = (
     | AskJob
     | JobResult
     | CancelJob
+    | Schema
     | Drain
     | DrainGpu
     | Secrets
@@ -316,11 +326,14 @@ class Done(Packet, frozen=True, kw_only=True, tag=4):
 
 
 class Refused(Packet, frozen=True, kw_only=True, tag=5):
-    """``status`` and ``code`` as over HTTP."""
+    """``status`` and ``code`` as over HTTP. ``of_function``: that is a function's answer, or a job's, and the node has
+    refused nothing.
+    """
 
     status: int
     code: str
     text: str
+    of_function: bool = False
 
 
 FromNode = Welcome | Taken | Said | Done | Refused

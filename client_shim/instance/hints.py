@@ -182,11 +182,7 @@ def _refused(error: Invalid | msgspec.ValidationError) -> BadRequest:
     why = _said(str(error))
     path = "$" + "".join(reversed(_PATH.findall(why)))
     text = _PATH.sub("", why) + (f" - at `{path}`" if path != "$" else "")
-    return BadRequest(
-        f"the request is not what this function takes: {text}; GET /functions/NAME/schema says what it takes",
-        "invalid_request",
-        path,
-    )
+    return BadRequest(f"the request is not what this function takes: {text}", "invalid_request", path)
 
 
 def _plain(value: Any) -> Any:

@@ -105,6 +105,10 @@ class AdminClient:
         pieces = self._pieces(a.Invoke(name=name, kind=kind, detach=True), body)
         return msgspec.json.decode(b"".join(said.data for said in pieces), type=dict[str, Any])
 
+    def schema(self, name: str) -> dict[str, Any]:
+        """What it takes and answers."""
+        return self._asked(a.Schema(name=name), dict[str, Any])
+
     def jobs(self, name: str = "") -> list[dict[str, Any]]:
         """The newest first."""
         found: list[dict[str, Any]] = self._asked(a.ListJobs(name=name), dict[str, Any])["jobs"]
@@ -115,8 +119,9 @@ class AdminClient:
         with self._conversation(None if wait_s else self._call_s) as conversation:
             return msgspec.json.decode(b"".join(conversation.ask(a.AskJob(id=id, wait_s=wait_s))), type=dict[str, Any])
 
-    def cancel(self, id: str) -> dict[str, Any]:
-        return self._asked(a.CancelJob(id=id), dict[str, Any])
+    def cancel(self, id: str, forget: bool = False) -> dict[str, Any]:
+        """How it was then; with ``forget``, of one that has ended."""
+        return self._asked(a.CancelJob(id=id, forget=forget), dict[str, Any])
 
     def result(self, id: str) -> tuple[str, bytes]:
         """The answer of a job that has ended, and its content type, "" for JSON."""
@@ -259,7 +264,8 @@ class _Conversation:
         if packet is None:
             raise PeerLost("it hung up")
         if isinstance(packet[0], a.Refused):
-            raise CallRefused(packet[0].status, packet[0].code, packet[0].text)
+            said = packet[0]
+            raise CallRefused(said.status, said.code, said.text, said.of_function)
         return packet[0]
 
     def say(self, message: a.ToNode, fds: list[int] | None = None) -> None:

@@ -39,6 +39,7 @@ from dormouse.core.node.cli_frame import (
     REFUSED,
     USAGE,
     CommandContext,
+    advice,
     begin,
     ended_in_order,
     json_wanted,
@@ -56,8 +57,9 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CallRefused as error:
-            if error.code == "unknown_function" and (names := meant(ctx.obj, str(error))):
-                raise CallRefused(error.status, error.code, f"{error} (did you mean {' or '.join(names)}?)") from error
+            if error.code == "unknown_function" and not error.of_function and (names := meant(ctx.obj, str(error))):
+                text = f"{error} (did you mean {' or '.join(names)}?)"
+                raise CallRefused(error.status, error.code, text) from error
             raise
 
 
@@ -116,10 +118,10 @@ for command in (
     cli.add_command(command)
 
 
-def leave(status_: int, message: str, code: str = "", text: str = "") -> NoReturn:
+def leave(status_: int, message: str, code: str = "", text: str = "", hint: str | None = None) -> NoReturn:
     """``code``: of JSON, in which ``text`` stands for the message; "": nothing can be printed any more."""
     if code and json_wanted():
-        show_failure(code, text or message)
+        show_failure(code, text or message, hint)
     click.echo(f"dormouse: {message}", err=True)
     sys.exit(status_)
 
@@ -155,7 +157,9 @@ def _carried_out() -> None:
         leave(UNREACHABLE, str(error), "unreachable")
     except CallRefused as error:
         by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
-        leave(by_status.get(error.status, FAILED), f"{error.code}: {error}", error.code, str(error))
+        by_status |= {415: REFUSED} | ({422: REFUSED} if error.code == "invalid_request" else {})
+        status = FAILED if error.of_function else by_status.get(error.status, FAILED)
+        leave(status, f"{error.code}: {error}", error.code, str(error), advice(error))
     except Unsafe as error:
         leave(REFUSED, " ".join(str(error).splitlines()), "unsafe")
     except ConfigError as error:

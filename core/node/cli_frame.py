@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from dormouse.core.errortext import hints, traced
+from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.schemas.errors import DormouseError
+
 if TYPE_CHECKING:
     from dormouse.core.node.adminclient import AdminClient
 
@@ -50,18 +54,39 @@ def json_wanted(slip: click.UsageError | None = None) -> bool:
     return "--json" in sys.argv and any(option.name == "json_" for option in slip.ctx.command.params)
 
 
-def show_failure(code: str, text: str, hint: str = "") -> None:
-    """On the standard output, as the node says it over HTTP. ``hint``: what can be done."""
+def show_failure(code: str, text: str, hint: str | None = None) -> None:
+    """On the standard output, as the node says it over HTTP. ``hint``: what can be done, if the text does not say it as
+    the node's own do.
+    """
     from dormouse.core.output import show_json, shown
 
     if not shown:
         show_json({"error": failure(code, text, hint)})
 
 
-def failure(code: str, text: str, hint: str = "") -> dict[str, str | None]:
+def failure(code: str, text: str, hint: str | None = None) -> dict[str, str | None]:
     """As JSON has it, once: a command that prints this itself says no more of it."""
     begin()
-    return {"code": code, "message": text, "hint": hint or text.partition("; ")[2].partition("\n")[0] or None}
+    said = text.partition("; ")[2].partition("\n")[0] if hint is None else hint
+    return {"code": code, "message": text, "hint": said or None}
+
+
+def advice(error: CallRefused) -> str | None:
+    """The hint of an error whose text is not the node's: a function's words, and its code, may have semicolons."""
+    text = str(error)
+    return "; ".join(hints(text)) if error.of_function or traced(text) else None
+
+
+def of_error(error: CallRefused | Unreachable | DormouseError | KeyboardInterrupt) -> dict[str, str | None]:
+    """Why the answer is not whole, for JSON that has what came of it."""
+    match error:
+        case CallRefused():
+            return failure(error.code, str(error), advice(error))
+        case Unreachable():
+            return failure("unreachable", str(error))
+        case DormouseError():
+            return failure("failed", str(error))
+    return failure("interrupted", "interrupted")
 
 
 @contextmanager

@@ -62,14 +62,23 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--type", "kind", help="Content type of the request.  [default: by FILE's name, else JSON]")
 @click.option("--detach", is_flag=True, help="Do not wait: print a job's id, for `dormouse job`.")
+@click.option("--schema", is_flag=True, help="Only show what it takes and answers.")
 @json_option("Print JSON: the function, its answer and the milliseconds.")
 @pass_context
-def invoke(context: CommandContext, name: str, request: str, kind: str | None, detach: bool, json_: bool) -> None:
+def invoke(
+    context: CommandContext, name: str, request: str, kind: str | None, detach: bool, schema: bool, json_: bool
+) -> None:
     """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams; or
     bytes, to a file: > FILE.
 
-    TEXT that is no JSON is said to a language model, as a user says it in a chat.
+    TEXT that is no JSON is said to a language model, as a user says it in a chat, and is what an embedding model makes
+    an embedding of.
     """
+    if schema and (request != "null" or kind or detach):
+        raise click.UsageError("--schema goes alone: it sends no request")
+    if schema:
+        show_json(context.client.schema(name))
+        return
     body = body_of(context, name, request)
     kind = _kind_of(request) if kind is None else kind
     if detach:
@@ -117,8 +126,11 @@ def body_of(context: CommandContext, name: str, request: str) -> bytes:
     try:
         json.loads(request)
     except ValueError:
-        if any(row["name"] == name and row.get("llm") is not None for row in context.client.functions()):
+        row = next((row for row in context.client.functions() if row["name"] == name), {})
+        if row.get("llm") is not None:
             return json.dumps({"messages": [{"role": "user", "content": request}], "stream": True}).encode()
+        if row.get("embedding"):
+            return json.dumps({"input": request}).encode()
     return request.encode()
 
 

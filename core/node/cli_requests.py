@@ -80,16 +80,17 @@ def as_told(row: dict[str, Any]) -> dict[str, Any]:
 @click.argument("id")
 @click.option("--wait", is_flag=True, help="Wait until it has ended, and print its answer.")
 @click.option("--result", is_flag=True, help="Print its answer, if it has ended.")
-@click.option("--cancel", is_flag=True, help="Cancel it; one that has ended is forgotten.")
+@click.option("--cancel", is_flag=True, help="Cancel it, if it has not ended.")
+@click.option("--forget", is_flag=True, help="Forget it and its answer, if it has ended.")
 @as_json
 @pass_context
-def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool, json_: bool) -> None:
-    """Show how a job is, wait for it, or cancel it. What it failed with is how this command fails."""
-    if cancel and (wait or result):
-        raise click.UsageError("--cancel goes alone")
+def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool, forget: bool, json_: bool) -> None:
+    """Show how a job is, wait for it, or cancel it. What it failed with is how this command fails, with status 1."""
+    if (cancel or forget) + wait + result > 1 or (cancel and forget):
+        raise click.UsageError("--cancel and --forget go alone")
     client = context.client
-    if cancel:
-        row = client.cancel(id)
+    if cancel or forget:
+        row = client.cancel(id, forget)
     else:
         row = client.job(id)
         while wait and "ended" not in row:
@@ -98,4 +99,9 @@ def job(context: CommandContext, id: str, wait: bool, result: bool, cancel: bool
             kind, answer = client.result(id)
             show_bytes(kind, (answer,)) if kind else show_answer(answer.removesuffix(b"\n"))
             return
-    show_json(as_told(row)) if json_ else table([as_told(row)], JOB_COLUMNS)
+    if json_:
+        show_json(as_told(row))
+    elif forget:
+        click.echo(f"job {id} is forgotten, and its answer")
+    else:
+        table([as_told(row)], JOB_COLUMNS)

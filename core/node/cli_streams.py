@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from dormouse.core.node.cli_frame import of_error
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_bytes, show_json
 from dormouse.schemas.errors import DormouseError
 
@@ -14,7 +16,7 @@ from dormouse.schemas.errors import DormouseError
 def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, began_s: float) -> None:
     """Print the parts as they come, each event in a line, but what a language model writes as it writes it; bytes as
     they are, but not to a terminal. ``kind`` is the answer's content type. With ``as_json``, all parts in one JSON
-    value at the end. Raises DormouseError.
+    value at the end, also those of a stream that fails. Raises DormouseError.
     """
     if kind != "text/event-stream":
         if as_json:
@@ -23,19 +25,26 @@ def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, be
         return
     parts: list[Any] = []
     written = False
-    for data in events(pieces):
+    said: dict[str, Any] = {}
+    try:
+        for data in events(pieces):
+            if as_json:
+                parts.append(_value(data))
+            elif (text := _written(data)) is not None:
+                click.echo(text, nl=False)
+                written = True
+            else:
+                click.echo(("\n" if written else "") + data)
+                written = False
+    except (CallRefused, Unreachable, DormouseError, KeyboardInterrupt) as error:
+        said = {"error": of_error(error)} if as_json else {}
+        raise
+    finally:
+        if written:
+            click.echo()
         if as_json:
-            parts.append(_value(data))
-        elif (text := _written(data)) is not None:
-            click.echo(text, nl=False)
-            written = True
-        else:
-            click.echo(("\n" if written else "") + data)
-            written = False
-    if written:
-        click.echo()
-    if as_json:
-        show_json({"function": name, "parts": parts, "ms": round((time.perf_counter() - began_s) * 1000, 3)})
+            ms = round((time.perf_counter() - began_s) * 1000, 3)
+            show_json({"function": name, "parts": parts, "ms": ms, **said})
 
 
 def events(pieces: Iterable[bytes]) -> Iterator[str]:

@@ -6,9 +6,8 @@ class Unreachable(Exception):
 
 
 class CallRefused(Exception):
-    """The node answered with an error."""
+    """The node answered with an error. ``of_function``: the function did, or a job came to it."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, of_function: bool = False) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
+        self.status, self.code, self.of_function = status, code, of_function

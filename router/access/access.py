@@ -196,6 +196,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.AskJob: Act.JOBS,
     a.JobResult: Act.JOBS,
     a.CancelJob: Act.CANCEL,
+    a.Schema: Act.SCHEMA,
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,

@@ -35,9 +35,11 @@ from dormouse.router.admin.permits import Permits
 from dormouse.router.admin.vault import Vault
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
+from dormouse.router.front import openapi
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Requests
 from dormouse.router.instances.functionlog import FunctionLogs
+from dormouse.router.jobs import answers
 from dormouse.router.jobs.book import JobState
 from dormouse.router.jobs.jobs import Jobs
 from dormouse.router.jobs.prefer import MOST_WAIT_S
@@ -59,6 +61,7 @@ Called = (
     | a.ListJobs
     | a.AskJob
     | a.CancelJob
+    | a.Schema
     | a.Policy
     | a.Drain
     | a.DrainGpu
@@ -179,6 +182,9 @@ class Admin:
             case a.RecentRequests(name=name):
                 await (self._permits.may_on(caller, act, name) if name else self._permits.may_informed(caller, act))
                 return {"requests": self._last(caller, act)}
+            case a.Schema(name=name):
+                await self._permits.may_informed(caller, act)
+                return openapi.schema_of(self._picture, caller, name)
             case a.ListJobs() | a.AskJob() | a.CancelJob():
                 return await self._act_on_jobs(caller, act)
             case a.Policy() | a.Drain() | a.DrainGpu() | a.OpenDashboard():
@@ -211,6 +217,8 @@ class Admin:
                 return orjson.loads(self._jobs.kept.told(job))
             case a.CancelJob():
                 job = await self.invoking.job(caller, act)
+                if (job.state is JobState.ENDED) is not act.forget:
+                    raise HttpError(answers.not_so(job))
                 await self._jobs.cancel(job)
                 return orjson.loads(self._jobs.kept.told(job))
             case _:

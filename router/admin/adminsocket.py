@@ -259,5 +259,6 @@ def _dismiss(connection: Connection, failure: Failure) -> None:
     """The last word. Who does not read what it was told before does not get it."""
     text = (failure.whole or failure.text).encode()[-REASON_NBYTES:].decode(errors="replace")
     with suppress(PeerLost, BlockingIOError):
-        connection.send(a.Refused(status=failure.status, code=failure.code, text=text))
+        own = failure.own
+        connection.send(a.Refused(status=failure.status, code=own or failure.code, text=text, of_function=bool(own)))
     connection.close()

@@ -12,10 +12,11 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import queueing, splits
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
-from dormouse.router.front.exchange import HttpError, refuse, refused
+from dormouse.router.front.exchange import HttpError, refused
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.front.tracing import traced
+from dormouse.router.jobs import answers
 from dormouse.router.jobs.book import Job, JobState
 from dormouse.router.jobs.jobs import Jobs, KeptRequest
 from dormouse.schemas import admin as a
@@ -78,9 +79,9 @@ class Invoking:
         """A job's answer. Raises HttpError, also with what the job failed with."""
         job = await self.job(caller, act)
         if job.state is not JobState.ENDED:
-            raise refuse(409, "not_ended", f"job {job.id} has not ended: wait for it, or cancel it")
+            raise HttpError(answers.not_so(job))
         result = await self._jobs.kept.answer(job)
         if result.code:
             text = str(orjson.loads(result.body)["error"]["message"])
-            raise HttpError(Failure(code=result.code, status=result.status, text=text))
+            raise HttpError(Failure(code=result.code, status=result.status, text=text, own=result.code))
         yield a.Said(data=result.body, kind="" if result.kind == "application/json" else result.kind)

@@ -237,10 +237,12 @@ def not_removed(text: str) -> Failure:
     return Failure(code="not_removed", status=507, text=f"the function was not removed: {text}", retryable=True)
 
 
-def raised(code: str, text: str, param: str = "") -> Failure:
-    """What an instance said of its own request; an unknown code is not let through."""
+def raised(name: str, code: str, text: str, param: str = "") -> Failure:
+    """What an instance of this function said of its own request; an unknown code is not let through."""
     if code not in _RAISED_STATUS:
         code = "function_raised"
+    if code == "invalid_request":
+        text += f"; GET /functions/{name}/schema says what it takes, and so does `dormouse invoke {name} --schema`"
     status, short = _RAISED_STATUS[code], outward(text)
     whole = text if text != short else ""
     return Failure(code=code, status=status, text=short, retryable=status == 503, param=param[:100], whole=whole)

@@ -295,12 +295,12 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
             if code == failures.REFUSED and answer.head is not None:
                 failure = failures.refused(answer.text, answer.head)
             else:
-                failure = failures.raised(code, answer.text, answer.param)
+                failure = failures.raised(instance.spec.name, code, answer.text, answer.param)
             p.out.append(e.Fail(name, failure, request.timing(p.now_s)))
         elif request.lost or (code == "executor_lost" and number not in instance.open):
             queueing.lose(p, request)
         else:
-            queueing.fail(p, name, failures.raised(code, answer.text))
+            queueing.fail(p, name, failures.raised(instance.spec.name, code, answer.text))
     if code == "cancelled" and number not in instance.open:
         queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
     else:

@@ -33,6 +33,17 @@ def bodies_full() -> Failure:
     return Failure(code="bodies_full", status=503, text=text, retryable=True)
 
 
+def not_so(job: Job) -> Failure:
+    """Who would cancel it or forget it, and comes too late or too early."""
+    if job.state is not JobState.ENDED:
+        return Failure(code="not_ended", status=409, text=f"job {job.id} has not ended: wait for it, or cancel it")
+    text = (
+        f"job {job.id} has ended already ({job.word}): there is nothing to cancel; `dormouse job {job.id} --result` "
+        "shows what came of it, and --forget forgets that"
+    )
+    return Failure(code="job_ended", status=409, text=text)
+
+
 def not_kept(why: str) -> Failure:
     return Failure(code="not_kept", status=507, text=f"the node cannot keep this: {why}")
 

@@ -5,7 +5,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,17 @@ def late():
     answer = node.http("GET", f"{made.headers['location']}/result", headers={"Prefer": "wait=60"})
     assert (answer.status, answer.code, answer.headers["x-gone"]) == (410, "gone", "1")
     assert answer.message == "it is gone"
+    asked: list[Callable[[], object]] = [
+        lambda: node.admin.invoke("s", b'"x"'),
+        lambda: node.admin.result(made.headers["location"].removeprefix("/jobs/")),
+    ]
+    for ask in asked:
+        with pytest.raises(CallRefused, match=r"^it is gone$") as refused:
+            ask()
+        assert (refused.value.status, refused.value.code, refused.value.of_function) == (410, "gone", True)
+    with pytest.raises(CallRefused) as refused:
+        node.admin.invoke("nobody", b"1")
+    assert (refused.value.code, refused.value.of_function) == ("unknown_function", False)
     replayed = [send_to(node, "s", b'"stream"', Idempotency_Key="two") for _ in range(2)]
     assert [(each.status, each.headers["x-part"]) for each in replayed] == [(202, "1")] * 2
     tensors = json.dumps({"inputs": [{"name": "input", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}).encode()

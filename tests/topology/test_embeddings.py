@@ -71,6 +71,8 @@ def test_real_weights_give_the_vectors_of_transformers(node: TestNode, client: o
     close(vectors(client, "minilm", TEXTS), expected)
     close(vectors(client, "minilm", TEXTS, encoding_format="float"), expected)
     close(vectors(client, "minilm", TEXTS[0]), expected[:1])
+    said = json.loads(node.admin.invoke("minilm", json.dumps({"input": TEXTS[0]}).encode()))
+    close(np.array([said["data"][0]["embedding"]]), expected[:1])
     answer = client.embeddings.create(model="minilm", input=TEXTS[0])
     words: Any = AutoTokenizer
     count = len(words.from_pretrained(MINILM).encode(TEXTS[0]))

@@ -318,16 +318,23 @@ def test_the_command_line_has_jobs_too(node: TestNode) -> None:
     job = node.admin.detach("f", json.dumps({"until": str(gate), "x": 9}).encode())
     assert job["state"] == "queued"
     _running(node, f"/jobs/{job['id']}")
-    with pytest.raises(CallRefused) as early:
-        node.admin.result(job["id"])
-    assert early.value.code == "not_ended"
+    for early in (lambda: node.admin.result(job["id"]), lambda: node.admin.cancel(job["id"], forget=True)):
+        with pytest.raises(CallRefused, match=r"has not ended: wait for it, or cancel it$") as refused:
+            early()
+        assert refused.value.code == "not_ended"
     gate.touch()
     assert node.admin.job(job["id"], 60)["state"] == "succeeded"
     kind, answer = node.admin.result(job["id"])
     assert (kind, json.loads(answer)) == ("", {"sum": 4.0, "had": 9})
     assert node.admin.jobs("f")[0]["id"] == job["id"]
     assert job["id"] not in [row["id"] for row in node.admin.jobs("g")]
-    assert node.admin.cancel(job["id"])["state"] == "succeeded", "it had ended: forgotten"
+    with pytest.raises(
+        CallRefused, match=r"has ended already \(succeeded\): there is nothing to cancel; .* --forget "
+    ) as late:
+        node.admin.cancel(job["id"])
+    assert (late.value.status, late.value.code) == (409, "job_ended")
+    assert node.admin.result(job["id"]) == (kind, answer), "it is kept"
+    assert node.admin.cancel(job["id"], forget=True)["state"] == "succeeded"
     with pytest.raises(CallRefused) as gone:
         node.admin.job(job["id"])
     assert gone.value.code == "unknown_job"

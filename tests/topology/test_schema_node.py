@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
@@ -41,7 +42,10 @@ def test_requests_are_checked_before_the_function_sees_them(node: TestNode) -> N
     before = node.log_of("again").count("handled")
     answer = node.invoke("again", {"text": "a", "times": "two"})
     assert (answer.status, answer.code, answer.body["error"]["param"]) == (422, "invalid_request", "$.times")
-    assert answer.message.startswith("the request is not what this function takes: Expected `int`, got `str`")
+    assert answer.message == (
+        "the request is not what this function takes: Expected `int`, got `str` - at `$.times`; "
+        "GET /functions/again/schema says what it takes, and so does `dormouse invoke again --schema`"
+    )
     assert node.log_of("again").count("handled") == before
     row = node.status()["functions"]["again"]
     assert row["errors"] == 0
@@ -56,6 +60,9 @@ def test_what_it_takes_is_shown(node: TestNode) -> None:
         "schema"
     ]
     assert schema == {"$ref": "#/components/schemas/again.Asked"}
+    assert node.admin.schema("again") == said
+    with pytest.raises(CallRefused, match="no function 'nothing'"):
+        node.admin.schema("nothing")
     assert node.http("GET", "/functions/nothing/schema").code == "unknown_function"
     assert node.http("POST", "/openapi.json").code == "method_not_allowed"
 

@@ -156,6 +156,9 @@ PAST: dict[str, Any] = {
 }
 
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "/function/f.py", line 1, in handle\nValueError: a; b\n'
+
+
 class Node:
     """Answers what a node would; an unknown function is called nobody, a full one full."""
 
@@ -164,6 +167,7 @@ class Node:
         self.files: dict[str, bytes] = {}
         self.refusal: a.Refused | None = None
         self.more: dict[str, Any] = {}  # in the answer to a deploy
+        self.models = False  # are there, too
         self.spoil = ""  # what each text says that is not the node's own
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
@@ -233,6 +237,14 @@ class Node:
             case a.Invoke(name="full"):
                 yield a.Refused(status=429, code="queue_full", text="later")
                 return
+            case a.Invoke(name="own"):
+                yield a.Refused(status=404, code="unknown_function", text="no user 7; ask later", of_function=True)
+                return
+            case a.Invoke(name="breaks"):
+                for data in (b'data: {"a": 1}\n\nda', b"ta: two\n\n"):
+                    yield a.Said(data=data, kind="text/event-stream")
+                yield a.Refused(status=500, code="function_raised", text=f"{TRACEBACK}dormouse: do; or do not\n")
+                return
             case a.Invoke(name="bad"):
                 yield a.Refused(status=502, code="sandbox_died", text="it died")
                 return
@@ -255,7 +267,11 @@ class Node:
             case a.Status():
                 yield a.Said(data=json.dumps(STATUS).encode())
             case a.Functions():
-                yield a.Said(data=json.dumps({"functions": [FUNCTION]}).encode())
+                models = {"name": "chat", "llm": LLM}, {"name": "embed", "embedding": True}
+                rows = [FUNCTION, *(FUNCTION | model for model in models)] if self.models else [FUNCTION]
+                yield a.Said(data=json.dumps({"functions": rows}).encode())
+            case a.Schema(name=name):
+                yield a.Said(data=json.dumps({"function": name, "request": {"type": "integer"}}).encode())
             case a.DrainGpu(gpu=gpu, undo=undo, waits=waits):
                 state = "missing" if undo else "drained" if waits else "drains"
                 yield a.Said(data=json.dumps({"gpu": gpu, "state": state, "leases": 2}).encode())
@@ -1029,7 +1045,10 @@ def test_jobs(dormouse: Any, node: Node) -> None:
     assert (failed.status, "as asked" in failed.err) == (1, True)
     assert dormouse("job", "j2", "--cancel").out.splitlines()[1].split("\t")[:3] == ["j2", "f", "queued"]
     assert node.asked[-1:] == [a.CancelJob(id="j2")]
-    assert dormouse("job", "j2", "--cancel", "--wait").status == 2
+    assert dormouse("job", "j2", "--forget").out == "job j2 is forgotten, and its answer\n"
+    assert node.asked[-1:] == [a.CancelJob(id="j2", forget=True)]
+    for two in (("--cancel", "--wait"), ("--forget", "--result"), ("--cancel", "--forget")):
+        assert dormouse("job", "j2", *two).status == 2
     assert dormouse("job", "j9").status == 3
 
 
@@ -1122,6 +1141,41 @@ def test_exit_statuses(dormouse: Any, name: str, status: int, says: str) -> None
     assert result.status == status
     assert result.out == ""
     assert says in result.err
+
+
+def test_text_is_sent_as_models_take_it(dormouse: Any, node: Node) -> None:
+    node.models = True
+    assert json.loads(dormouse("invoke", "embed", "some text").out) == {"input": "some text"}
+    said = {"messages": [{"role": "user", "content": "some text"}], "stream": True}
+    assert json.loads(dormouse("invoke", "chat", "some text").out) == said
+
+
+def test_what_a_function_takes_is_shown(dormouse: Any, node: Node) -> None:
+    shown = {"function": "f", "request": {"type": "integer"}}
+    assert json.loads(dormouse("invoke", "f", "--schema").out) == shown
+    asked = len(node.asked)
+    for more in (("1",), ("--detach",), ("--type", "image/png")):
+        assert dormouse("invoke", "f", *more, "--schema").status == 2
+    assert len(node.asked) == asked
+
+
+def test_a_functions_own_error_is_no_refusal_of_the_nodes(dormouse: Any) -> None:
+    result = dormouse("invoke", "own")
+    assert (result.status, result.err) == (1, "dormouse: unknown_function: no user 7; ask later\n")
+    said = json.loads(dormouse("invoke", "own", "--json").out)
+    assert said == {"error": {"code": "unknown_function", "message": "no user 7; ask later", "hint": None}}
+
+
+def test_parts_of_a_stream_that_fails_are_shown_with_its_error(dormouse: Any) -> None:
+    result = dormouse("invoke", "breaks")
+    assert (result.status, result.out) == (1, '{"a": 1}\ntwo\n')
+    assert result.err == f"dormouse: function_raised: {TRACEBACK}dormouse: do; or do not\n\n"
+    result = dormouse("invoke", "breaks", "--json")
+    said = json.loads(result.out)
+    assert said.pop("ms") > 0
+    message = f"{TRACEBACK}dormouse: do; or do not\n"
+    error = {"code": "function_raised", "message": message, "hint": "do; or do not"}
+    assert (result.status, said) == (1, {"function": "breaks", "parts": [{"a": 1}, "two"], "error": error})
 
 
 def test_usage(dormouse: Any) -> None:
