@@ -35,7 +35,8 @@ class Turned(NamedTuple):
     status: int
     failure: Failure | None
     headers: Pairs
-    asked: tuple[Caller, str] | None = None  # one that might be let in, but is too often; and what it has asked for
+    caller: Caller | None = None  # who may ask again on this connection, which else ends
+    name: str = ""  # of the function that it has asked for
 
 
 class HttpGate:
@@ -63,7 +64,7 @@ class HttpGate:
         extra = self._rules.cors_headers(h)
         if scope["method"] == "OPTIONS" and h.asks is not None:
             asked = self._rules.preflight(scope["path"], h)
-            return _refused(asked, extra) if isinstance(asked, Refusal) else Turned(204, None, asked)
+            return _refused(asked, extra) if isinstance(asked, Refusal) else Turned(204, None, asked, access.ANYBODY)
         found = access.find(scope["method"], scope["path"])
         if scope["method"] == "OPTIONS":
             return _options(scope["path"], found, extra)
@@ -75,7 +76,7 @@ class HttpGate:
         caller = self._rules.admit(route, h, holder, self.keys.wanted)
         if not isinstance(caller, Refusal) and key is not None and key.rate_s and (late := self._in_time(key)):
             if route.act not in access.ADMINISTRATIVE:
-                return _refused(late, extra)._replace(asked=(caller, name))
+                return _refused(late, extra)._replace(caller=caller, name=name)
             caller = late
         administrative = route.act in access.ADMINISTRATIVE
         if isinstance(caller, Refusal):
@@ -124,10 +125,10 @@ class HttpGate:
 def _options(path: str, found: Any, extra: Pairs) -> Turned:
     """What may be done at this path, and of the node as a whole: nothing of who may, or to which function."""
     if path == "*":
-        return Turned(204, None, ((b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS"), *extra))
+        return Turned(204, None, ((b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS"), *extra), access.ANYBODY)
     if isinstance(found, Refusal) and found.status == 405:
         ((name, methods),) = found.headers
-        return Turned(204, None, ((name, methods + b", OPTIONS"), *extra))
+        return Turned(204, None, ((name, methods + b", OPTIONS"), *extra), access.ANYBODY)
     return _refused(found, extra)
 
 

@@ -279,16 +279,8 @@ class HttpConnection(ReceivingConnection):
         if not self._unread_nbytes():
             self._bounds.places.rests(self, now_s)
 
-    # --- keys
-
-    def shows_key(self) -> None:
-        """Its client has one."""
-        self._bounds.places.keyed(self, self.loop.time())
-
-    @property
-    def crowded(self) -> bool:
-        """Whether those whose client has shown none are too many."""
-        return self._bounds.places.crowded
+    def asks_for(self, owner: str) -> bool:
+        return self._bounds.places.asks_for(self, owner, self.loop.time())
 
     # --- a successor
 

@@ -59,14 +59,9 @@ class Cycle:
 
     # --- the request
 
-    def shows_key(self) -> None:
-        """Its client has one."""
-        self._connection.shows_key()
-
-    @property
-    def crowded(self) -> bool:
-        """Whether connections whose clients have shown no key are too many."""
-        return self._connection.crowded
+    def asks_for(self, owner: str) -> bool:
+        """Who asks is known: whether this is to be answered; "": somebody without a key."""
+        return self._connection.asks_for(owner)
 
     def came(self, piece: bytes, last: bool = False) -> None:
         """``piece``: of its body, as it was read; ``last``: there is no more."""

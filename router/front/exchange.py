@@ -64,7 +64,7 @@ class Exchange:
         self.chunk_now = cycle.chunk_now
         self.end = cycle.end
         self.cut = cycle.cut
-        self.shows_key = cycle.shows_key
+        self.asks_for = cycle.asks_for
         self._cycle = cycle
         self._unpacker: Unpacker | None = None
 
@@ -96,11 +96,6 @@ class Exchange:
     def never_ends(self) -> None:
         """The answer goes on until one of the two leaves: a node that ends does not wait for it."""
         self._cycle.endless = True
-
-    @property
-    def crowded(self) -> bool:
-        """Whether connections whose clients have shown no key are too many."""
-        return self._cycle.crowded
 
     @property
     def begun(self) -> bool:

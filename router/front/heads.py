@@ -101,3 +101,11 @@ def expectation_failed(shown: str) -> Failure:
 def too_many_connections(most: int) -> Failure:
     text = f"{most} connections are open already (limits.connections); close some, or come back later"
     return Failure(code="too_many_connections", status=503, text=text, retryable=True)
+
+
+def part_is_taken(most: int, whose: str) -> Failure:
+    text = (
+        f"of the node's {most} connections (limits.connections), all that {whose} may have are taken; end some of "
+        "those requests or streams, or send this again later"
+    )
+    return Failure(code="too_many_connections", status=503, text=text, retryable=True)

@@ -29,7 +29,7 @@ from dormouse.router.front.exchange import (
     refused,
     too_large,
 )
-from dormouse.router.front.heads import too_many_connections
+from dormouse.router.front.heads import part_is_taken
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.schemas import messages as m
@@ -131,20 +131,17 @@ class Application:
     async def _route(self, x: Exchange) -> None:
         entered = self._gate.judge(x.scope)
         x.extra = entered.headers
+        if entered.caller is not None:
+            self._has_place(x, entered.caller)
         if isinstance(entered, Turned):
-            if entered.asked is not None and tenancy.serves(
-                entered.asked[0], self._node.policy.picture, entered.asked[1]
-            ):
-                x.function = entered.asked[1]
+            picture = self._node.policy.picture
+            if entered.caller is not None and tenancy.serves(entered.caller, picture, entered.name):
+                x.function = entered.name
             if entered.failure is not None:
-                raise HttpError(entered.failure, entered.status != 429)
+                raise HttpError(entered.failure, entered.caller is None)
             x.answer_empty(entered.status)
             return
         x.reads = "deploy" in entered.caller.rights
-        if entered.caller.key:
-            x.shows_key()
-        elif x.crowded and self._gate.keys.wanted:
-            raise HttpError(too_many_connections(self._node.config.limits.connections), close=True)
         if entered.route.method != "GET" and entered.route.act is not Act.INFER:
             x.unpacks()
         match entered.route.act:
@@ -178,6 +175,13 @@ class Application:
                 await x.answer_json(200 if ready else 503, said)
             case _:
                 await self._administer(x, entered)
+
+    def _has_place(self, x: Exchange, caller: Caller) -> None:
+        """Raises HttpError if this caller is answered on all connections that it may have."""
+        owner = (caller.tenant or caller.name) if caller.key else ""
+        if not x.asks_for(owner) and self._gate.keys.wanted:
+            whose = f"tenant {caller.tenant!r}" if caller.tenant else owner or "callers without a key"
+            raise HttpError(part_is_taken(self._node.config.limits.connections, whose), close=True)
 
     async def _document(self, x: Exchange, caller: Caller) -> None:
         """Others are served between functions whose part of it is made for the first time."""

@@ -7,11 +7,14 @@
   Who has shown a key gives way last. Who is being answered never does; then the newcomer is refused.
 * A peer that owes something in a quarter of all places takes that of its own oldest, so that its many heads push out
   nobody else's. While there are free places nobody leaves: a busy client may open hundreds before it sends a byte.
-* Once there are keys, those without one may be answered in seven of eight places: one is kept.
+* Those without a key may be answered in seven of eight places: one is kept. Where there are several tenants, an owner
+  (a tenant, a key of none, or all without a key together) is answered in no more places than it leaves free, and beyond
+  that its key lets it owe nothing.
 * Answered connections that are listened to so that their client hears the answer have ENDING places of their own.
 """
 
 import ipaddress
+from collections import Counter
 from typing import Final, Generic, TypeVar
 
 HEAD_S: Final = 1.0
@@ -24,19 +27,23 @@ C = TypeVar("C")
 
 
 class ConnectionPlaces(Generic[C]):
-    """See the module. A connection is in one of the dictionaries, each in the order in which they came there."""
+    """See the module. A connection is in one of the dictionaries, each in the order in which they came there.
+    ``shared``: by several tenants.
+    """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, shared: bool = False) -> None:
         self.most = most
+        self._shared = shared
         self._heads: dict[C, float] = {}
         self._idle: dict[C, float] = {}
         self._busy: dict[C, float] = {}
         self._idle_keyed: dict[C, float] = {}
-        self._busy_keyed: dict[C, float] = {}
         self._ending: dict[C, float] = {}
         self._where: dict[C, dict[C, float]] = {}  # of which _ending is none
         self._peers: dict[C, str] = {}
         self._heads_of: dict[str, dict[C, None]] = {}  # by peer
+        self._owners: dict[C, str] = {}  # who has asked last, with a key
+        self._busy_of: Counter[str] = Counter()  # by owner; "": of those without a key
 
     def __len__(self) -> int:
         return len(self._where)
@@ -67,31 +74,37 @@ class ConnectionPlaces(Generic[C]):
 
     def owes(self, connection: C, now_s: float) -> None:
         """It has begun a head, or been answered before its body was whole."""
-        if not self._is_keyed(connection):
-            self._move(connection, self._heads, now_s)
-        else:
-            self._move(connection, self._busy_keyed, now_s)
+        self._move(connection, None, 0.0)
+        owner = self._owners.get(connection, "")
+        self._move(connection, self._busy if owner and self._has_part(owner) else self._heads, now_s)
 
     def asks(self, connection: C, now_s: float) -> None:
         """Its head is whole."""
-        self._move(connection, self._busy_keyed if self._is_keyed(connection) else self._busy, now_s)
+        self._move(connection, self._busy, now_s)
 
-    def keyed(self, connection: C, now_s: float) -> None:
-        """It has shown a key."""
-        self._move(connection, self._busy_keyed, now_s)
+    def asks_for(self, connection: C, owner: str, now_s: float) -> bool:
+        """Who asks is known; "": somebody without a key. Whether there is a place for the answer."""
+        if connection not in self._where:
+            return True  # nobody hears it
+        self._move(connection, None, 0.0)
+        self._owners[connection] = owner
+        has_part = self._has_part(owner)
+        self._move(connection, self._busy, now_s)
+        return has_part
+
+    def _has_part(self, owner: str) -> bool:
+        """Whether one more may be answered."""
+        own = self._busy_of[owner]
+        if self._shared:
+            return own < self.most - len(self._busy)
+        return bool(owner) or own < self.most - self.most // 8
 
     def rests(self, connection: C, now_s: float) -> None:
         """Nothing is said or expected."""
-        self._move(connection, self._idle_keyed if self._is_keyed(connection) else self._idle, now_s)
+        self._move(connection, self._idle_keyed if self._owners.get(connection) else self._idle, now_s)
 
     def is_busy(self, connection: C) -> bool:
-        where = self._where.get(connection)
-        return where is self._busy or where is self._busy_keyed
-
-    @property
-    def crowded(self) -> bool:
-        """Whether those without a key are answered in all places that they may have."""
-        return len(self._busy) > self.most - self.most // 8
+        return self._where.get(connection) is self._busy
 
     def ends(self, connection: C, now_s: float) -> C | None:
         """It has heard all that it will. Returns who has to leave instead, if anybody."""
@@ -107,11 +120,8 @@ class ConnectionPlaces(Generic[C]):
         """Any number of times."""
         self._move(connection, None, 0.0)
         self._peers.pop(connection, None)
+        self._owners.pop(connection, None)
         self._ending.pop(connection, None)
-
-    def _is_keyed(self, connection: C) -> bool:
-        where = self._where.get(connection)
-        return where is self._idle_keyed or where is self._busy_keyed
 
     def _move(self, connection: C, to: dict[C, float] | None, now_s: float) -> None:
         before = self._where.pop(connection, None)
@@ -123,11 +133,18 @@ class ConnectionPlaces(Generic[C]):
             del own[connection]
             if not own:
                 del self._heads_of[peer]
+        owner = self._owners.get(connection, "")
+        if before is self._busy:
+            self._busy_of[owner] -= 1
+            if not self._busy_of[owner]:
+                del self._busy_of[owner]
         if to is None or peer is None:
             return
         to[connection], self._where[connection] = now_s, to
         if to is self._heads:
             self._heads_of.setdefault(peer, {})[connection] = None
+        elif to is self._busy:
+            self._busy_of[owner] += 1
 
 
 def peer_of(address: object) -> str:

@@ -86,11 +86,6 @@ class ReceivingConnection(HttpToolsProtocol):
         """All is said, and nothing more will be."""
         raise NotImplementedError
 
-    def shows_key(self) -> None:
-        """Its client has one."""
-        raise NotImplementedError
-
-    @property
-    def crowded(self) -> bool:
-        """Whether connections whose clients have shown no key are too many."""
+    def asks_for(self, owner: str) -> bool:
+        """Who asks is known: whether its request is to be answered; "": somebody without a key."""
         raise NotImplementedError

@@ -65,8 +65,9 @@ class HttpServer(uvicorn.Server):
             refused(failure)
             return raw_error(failure)
 
+        most = max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))
         self._bounds = Bounds(
-            places=ConnectionPlaces(max(1, min(limits.connections, _descriptors() - OTHER_FDS - ENDING))),
+            places=ConnectionPlaces(most, settings.tenants == "many"),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
             keep_alive_s=KEEP_ALIVE_S,

@@ -257,6 +257,30 @@ def test_answers_that_nobody_reads_leave_a_place_for_a_key(node: RemoteNode) -> 
         assert [node.call("ours", key) for _ in range(10)] == [OK] * 10
 
 
+def test_a_tenant_s_requests_that_do_not_end_leave_as_many_places_to_others(node: RemoteNode) -> None:
+    """Whatever keys it has."""
+    context = ssl.create_default_context(cafile=str(CERTIFICATE / "cert.pem"))
+    keys = [node.key(tenant="other") for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        answers = []
+        for number in range(CONNECTIONS):
+            tcp = stack.enter_context(socket.create_connection(("127.0.0.1", node.port), 60))
+            sock = stack.enter_context(context.wrap_socket(tcp, server_hostname="localhost"))
+            head = f"Host: localhost\r\nAuthorization: Bearer {keys[number % 2]}\r\nContent-Length: 9\r\n"
+            sock.sendall(f"POST /functions/theirs/invoke HTTP/1.1\r\n{head}Expect: 100-continue\r\n\r\n".encode())
+            answers.append(sock.recv(65536).decode())
+        assert [answer.split()[1] for answer in answers] == ["100"] * (CONNECTIONS // 2) + ["503"] * (CONNECTIONS // 2)
+        error = json.loads(answers[-1].partition("\r\n\r\n")[2])["error"]
+        assert (error["code"], error["message"]) == (
+            "too_many_connections",
+            "of the node's 40 connections (limits.connections), all that tenant 'other' may have are taken; "
+            "end some of those requests or streams, or send this again later",
+        )
+        assert (node.call("theirs", node.first)[0], node.call("theirs", keys[0])[1]) == (200, "too_many_connections")
+        key = node.key()
+        assert [node.call("ours", key) for _ in range(10)] == [OK] * 10
+
+
 def test_a_new_certificate_is_served_and_a_broken_one_is_not(node: RemoteNode) -> None:
     directory = node.file.parent
 
