@@ -5,15 +5,15 @@ from typing import Any
 
 COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS, DROPS = range(10)
 COMPUTED, THROUGH, IDLE, RESTED, STEPPED, OPENED, WANTS, IDLES, UNWANTED, PRESSED, TURNED = range(10, 21)
-OPENS, PRELOADED, RUNTIME, TOKEN_DUE, LOADED, SPARE = range(21, 27)
+OPENS, PRELOADED, RUNTIME, DRAINED, UNDRAINED, TOKEN_DUE, LOADED, SPARE = range(21, 29)
 """Kinds: of leases (executors.py) the copy's and the lease's end, and that one may begin to copy; the core's Tick; a
 GPU's loss and return; a process' start and end, and that a request leaves the router (front.py); that a request is
 dropped if it has no answer; of leases that take turns (turns.py) the end of their GPU time, of that and their copies,
 and of time on the host, and that it lasts. Of leases of language models (streams/): that a step is over, that the seat
 is ready, that a turn is wanted, or may be another's, that the lease has had nothing to do, that its memory for KV took
-others' place, and that a turn has begun. That a stream begins. That a model has come that nobody had asked for, and
-its runtime (preloads.py). Of instances that come and go (extras.py): that a stream is late if it has no first token,
-that one has loaded, and that one has had nothing to do.
+others' place, and that a turn has begun. That a stream begins. That a model has come that nobody had asked for, and its
+runtime (preloads.py). That a GPU is drained, and is not any more. Of instances that come and go (extras.py): that a
+stream is late if it has no first token, that one has loaded, and that one has had nothing to do.
 """
 
 Entry = tuple[float, int, int, Any, int]

@@ -225,15 +225,15 @@ def read_faults(check: Checks, faults: Sequence[FaultAt], gpus: int, begins_s: f
         at_s = check.seconds(f"{at}.at", fault.at)
         up = up_s.get(fault.gpu, 0.0)
         check.need(
-            at_s > up, f"{at}.at", repr(fault.at), f"GPU {fault.gpu} is lost then: write a time after it is back"
+            at_s > up, f"{at}.at", repr(fault.at), f"GPU {fault.gpu} is gone then: write a time after it is back"
         )
         back_s = math.inf
         if fault.back != "":
             back_s = check.seconds(f"{at}.back", fault.back)
-            check.need(back_s > at_s, f"{at}.back", repr(fault.back), "write a time after it was lost, or leave it out")
+            check.need(back_s > at_s, f"{at}.back", repr(fault.back), "write a time after `at`, or leave it out")
         up_s[fault.gpu] = back_s
         back = None if back_s == math.inf else begins_s + back_s
-        found.append(Fault(gpu=fault.gpu, at_s=begins_s + at_s, back_s=back))
+        found.append(Fault(gpu=fault.gpu, at_s=begins_s + at_s, back_s=back, drain=fault.drain))
     return sorted(found, key=lambda fault: (fault.at_s, fault.gpu))
 
 

@@ -68,11 +68,14 @@ class OutsideLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU is lost and, unless ``back_s`` is None, comes back empty. Seconds."""
+    """A GPU is lost or, with ``drain``, given up when nothing runs there any more; unless ``back_s`` is None, it comes
+    back empty. Seconds.
+    """
 
     gpu: int
     at_s: float
     back_s: float | None = None
+    drain: bool = False
 
 
 class Wires:

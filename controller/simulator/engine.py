@@ -19,6 +19,7 @@ from dormouse.controller.simulator.agenda import (
     BEGIN,
     COMPUTED,
     COPIED,
+    DRAINED,
     DROPS,
     ENDED,
     LOST,
@@ -28,6 +29,7 @@ from dormouse.controller.simulator.agenda import (
     STEPPED,
     TICK,
     TOKEN_DUE,
+    UNDRAINED,
     Agenda,
 )
 from dormouse.controller.simulator.baselines import SimulatedPolicy
@@ -149,9 +151,10 @@ class Simulation:
         self._warm = 0
         self._tick_s = INFINITY  # when the next Tick comes
         for fault in faults:
-            agenda.put(fault.at_s, LOST, fault.gpu)
+            goes, comes = (DRAINED, UNDRAINED) if fault.drain else (LOST, BACK)
+            agenda.put(fault.at_s, goes, fault.gpu)
             if fault.back_s is not None:
-                agenda.put(fault.back_s, BACK, fault.gpu)
+                agenda.put(fault.back_s, comes, fault.gpu)
         for gpu in range(gpus):
             self.executors.up(gpu)
         if shares:
@@ -302,6 +305,8 @@ class Simulation:
             self._drop(what)
         elif kind == BACK:
             self.executors.up(what)
+        elif kind in (DRAINED, UNDRAINED):
+            self._tell(ev.DrainChosen(tuple(sorted(self.core.drained ^ {what}))))
         elif kind == OPENS:
             assert self._serving is not None
             self._serving.opens(what)
@@ -374,6 +379,10 @@ class Simulation:
                 self.executors.preloads.begin(action)
             elif type(action) is ev.StopPreloadOn:
                 self.executors.preloads.stop(action.gpu)
+            elif type(action) is ev.DismissExecutor:
+                self._agenda.put(now, LOST, action.gpu)
+            elif type(action) is ev.WantExecutor and action.gpu not in core.gpus:
+                self._agenda.put(now, BACK, action.gpu)
         due_s = core.next_deadline_s
         if due_s is not None and due_s < self._tick_s:
             self._tick_s = due_s

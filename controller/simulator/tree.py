@@ -121,6 +121,7 @@ class FaultAt(Section, frozen=True, kw_only=True):
     gpu: int
     at: Time
     back: Time = ""
+    drain: bool = False
 
 
 class Arrivals(Section, frozen=True, kw_only=True):

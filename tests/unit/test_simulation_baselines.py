@@ -309,10 +309,10 @@ def test_faults_count_from_the_end_of_warming_up() -> None:
         ({"faults": [{"gpu": 1, "at": "1s"}]}, "faults[0].gpu is 1; write a number from 0 to 0"),
         ({"faults": [{"gpu": 0}]}, "faults[0].at is missing; write it"),
         ({"faults": [{"gpu": 0, "at": "1s", "why": 1}]}, "faults[0].why is not a key; write one of gpu, at, back"),
-        ({"faults": [{"gpu": 0, "at": "2s", "back": "1s"}]}, "faults[0].back is '1s'; write a time after it was lost"),
+        ({"faults": [{"gpu": 0, "at": "2s", "back": "1s"}]}, "faults[0].back is '1s'; write a time after `at`"),
         (
             {"faults": [{"gpu": 0, "at": "1s"}, {"gpu": 0, "at": "2s"}]},
-            "faults[1].at is '2s'; GPU 0 is lost then: write a time after it is back",
+            "faults[1].at is '2s'; GPU 0 is gone then: write a time after it is back",
         ),
         ({"policy": {"drop_ms": -1}}, "[policy]: drop_ms is -1; write a number from 0 to "),
         ({"policy": {"drop_ms": 5, "native": True}}, "[policy]: drop_ms is 5; leave it out: native processes drop"),

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from dormouse.controller.scheduling.topology import Topology
+from dormouse.controller.simulator.building import read_faults
+from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.controller.simulator.tree import FaultAt
 from dormouse.schemas.policy import Policy
 
 MB = 1_000_000
@@ -30,6 +33,43 @@ def run(
 
 def lost(at_s: float, back_s: float | None = None, gpu: int = 0) -> Fault:
     return Fault(gpu=gpu, at_s=at_s, back_s=back_s)
+
+
+def drained(at_s: float, back_s: float | None = None, gpu: int = 0) -> Fault:
+    return Fault(gpu=gpu, at_s=at_s, back_s=back_s, drain=True)
+
+
+def test_what_runs_on_a_gpu_that_is_drained_ends_and_who_waits_is_served_when_it_is_back() -> None:
+    """The first ends at 1.0, and nothing began beside it; from 3.0 the GPU is there, empty: copy 0.5 s, run 1 s."""
+    made, found = run([model(500, 1.0), model(500, 1.0)], 1, [(0.0, 0), (0.9, 1), (5.0, 1)], drained(0.95, 3.0))
+    assert found == pytest.approx([1.0, 3.1, 1.0])
+    assert made.core.gpus[0].epoch == 2
+
+
+def test_other_gpus_serve_while_one_is_drained() -> None:
+    """From 2.0 GPU 1 has what GPU 0 had: from the host, for it has gone."""
+    spec = model(500, 0.1)
+    made, found = run([spec], 2, [(0.0, 0), (1.0, 0), (2.5, 0), (3.5, 0)], drained(2.0))
+    assert found == pytest.approx([0.5, 0.1, 0.5, 0.1])
+    assert list(made.core.gpus) == [1]
+
+
+def test_a_gpu_that_is_drained_no_more_before_its_last_lease_ended_has_never_been_gone() -> None:
+    made, found = run([model(500, 1.0), model(500, 1.0)], 1, [(0.0, 0), (0.7, 1), (5.0, 0)], drained(0.6, 0.8))
+    assert found == pytest.approx([1.0, 1.3, 1.0])
+    assert made.core.gpus[0].epoch == 1
+
+
+def test_gpus_are_drained_at_once_and_each_comes_back_at_its_time() -> None:
+    arrivals = [(0.0, 0), (2.0, 0), (8.0, 0)]
+    made, found = run([model(500, 0.1)], 2, arrivals, drained(1.0, 4.0), drained(1.0, 6.0, gpu=1))
+    assert found == pytest.approx([0.5, 2.5, 0.1])
+    assert sorted(made.core.gpus) == [0, 1]
+
+
+def test_a_scenario_says_whether_a_gpu_is_lost_or_drained() -> None:
+    said = [FaultAt(gpu=0, at="2s", back="3s", drain=True), FaultAt(gpu=1, at="1s")]
+    assert read_faults(Checks("s.toml"), said, 2, 10.0) == [lost(11.0, gpu=1), drained(12.0, 13.0)]
 
 
 def test_a_lease_is_lost_with_its_gpu_and_who_waits_is_served_when_it_is_back() -> None:
