@@ -27,6 +27,7 @@ ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_den
 # Asked once for each signature and then believed (and checked by the executor on each run): the strides of these
 # depend on the kernel that the device chooses, which no meta kernel knows.
 ASK_ONCE: Final = {
+    "aten::nansum",  # of integers, what its dimensions are
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_native_multi_head_attention",
@@ -43,6 +44,10 @@ ASK_ONCE: Final = {
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",
 }
+
+
+# Asked where operands differ in dtype: the result's is the kernel's to say.
+MIXED: Final = {f"aten::{name}" for name in ("normal", "ldexp", "huber_loss", "binary_cross_entropy")}
 
 
 # The same where an operand is not laid out row by row: the kernel decides whether the result is "channels last".
@@ -65,8 +70,24 @@ MOSTLY_STATIC: Final = {"aten::index", "aten::_unsafe_index", "aten::one_hot"}
 
 class Operation:
     __slots__ = (
-        "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "name",
-        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "taken", "wire_name", "writes",
+        "ask_always",
+        "ask_once",
+        "decompose",
+        "flag",
+        "handler",
+        "laid_out_by_kernel",
+        "local",
+        "mixed",
+        "name",
+        "op",
+        "plans",
+        "scalar_names",
+        "scalars",
+        "scalars_in_key",
+        "statistics",
+        "taken",
+        "wire_name",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
@@ -97,6 +118,7 @@ class Operation:
         dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
         self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in MOSTLY_STATIC)
         self.ask_once = schema.name in ASK_ONCE
+        self.mixed = schema.name in MIXED
         self.laid_out_by_kernel = schema.name in LAID_OUT_BY_KERNEL
         base = schema.name.removeprefix("aten::")
         foreign = not schema.name.startswith("aten::")

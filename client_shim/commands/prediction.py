@@ -31,7 +31,8 @@ def infer(call: Call) -> Plan:
     plan.believed = operation.ask_once or (
         operation.laid_out_by_kernel and not all(_in_rows(remote._meta) for remote in call.remotes)
     )
-    if not operation.ask_always and not plan.believed:
+    mixed = operation.mixed and len({remote._meta.dtype for remote in call.remotes}) > 1
+    if not operation.ask_always and not plan.believed and not mixed:
         try:
             _predict(plan, call)
         except Exception as error:  # a library's own shape rule may raise anything
@@ -43,7 +44,7 @@ def infer(call: Call) -> Plan:
     if plan.shape in (Plan.FRESH, Plan.SAME, Plan.GENERAL):
         if telling.tells(plan, call):
             plan.tell()
-        elif way := telling.untried(call):
+        elif way := telling.untried(plan, call):
             plan.tell(way)
     definitions.define(plan, call)
     return plan

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim.commands import composites
+from dormouse.client_shim.commands import composites, numbers
 from dormouse.client_shim.commands.plans import Call, Plan, Way
 from dormouse.schemas import stream as wire
 
@@ -30,7 +30,10 @@ def _checked(arguments: Arguments) -> bool:
 
 
 def _sorted_oddly(arguments: Arguments) -> bool:
-    return arguments.get("sorter") is not None or arguments.get("side") not in (None, "left", "right")
+    if arguments.get("sorter") is not None or arguments.get("side") not in (None, "left", "right"):
+        return True
+    values, rows = arguments["self"], arguments["sorted_sequence"]
+    return isinstance(values, torch.Tensor) and rows.dim() != 1 and rows.shape[:-1] != values.shape[:-1]
 
 
 def _range_of_data(arguments: Arguments) -> bool:
@@ -79,7 +82,7 @@ def _boundaries(arguments: Arguments) -> bool:
 def _unlike(arguments: Arguments) -> bool:
     """What comes in place of a part of a tensor has another shape than it."""
     data, source, dim = arguments["self"], arguments["source"], arguments["dim"]
-    if source.dim() != data.dim():
+    if source.dim() != data.dim() or arguments["index"].numel() != (source.size(dim) if source.dim() else 1):
         return True
     return any(one != other for at, (one, other) in enumerate(zip(data.shape, source.shape, strict=True)) if at != dim)
 
@@ -91,6 +94,37 @@ def _bounds(arguments: Arguments) -> bool:
 
 def _complex_number(arguments: Arguments) -> bool:
     return isinstance(arguments["value"], complex) and not arguments["self"].dtype.is_complex
+
+
+def _names_places(arguments: Arguments) -> bool:
+    index, value = arguments["index"], arguments["value"]
+    converted = not isinstance(value, torch.Tensor) or not value.is_complex() or arguments["self"].is_complex()
+    return not (index.dtype is torch.int64 and index.dim() < 2 and converted)
+
+
+def _selects(arguments: Arguments) -> bool:
+    data, dim, chosen = arguments["self"], arguments["dim"], arguments["index"].numel()
+    return bool(chosen != 1 if data.dim() == 0 else chosen and not data.size(dim))
+
+
+def _too_few(arguments: Arguments) -> bool:
+    """How many elements a mask chooses is a value; more than it has there are not."""
+    data, mask = arguments["self"], arguments["mask"]
+    return bool(arguments["source"].numel() < max(data.numel(), mask.numel()))
+
+
+def _resized(arguments: Arguments) -> bool:
+    sizes = (*(arguments["output_size"] or ()), *arguments[next(iter(arguments))].shape[2:])
+    return any(size < 1 for size in sizes)
+
+
+def _put(arguments: Arguments) -> bool:
+    data, index = arguments["self"], arguments["index"]
+    return bool(index.numel() != arguments["source"].numel() or (index.numel() and not data.numel()))
+
+
+def _nothing(arguments: Arguments) -> bool:
+    return bool(arguments["self"].numel() == 0)
 
 
 def _without_order(arguments: Arguments) -> bool:
@@ -107,7 +141,7 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
         (
             *("_linalg_check_errors", "_linalg_svd", "_linalg_eigh", "_linalg_eigvals", "linalg_eig", "linalg_eigvals"),
             *("linalg_svdvals", "linalg_eigvalsh", "linalg_pinv", "linalg_lstsq", "cholesky", "cholesky_inverse"),
-            *("lu_unpack", "linalg_lu_solve", "linalg_ldl_solve", "multinomial"),
+            *("lu_unpack", "linalg_lu_solve", "linalg_ldl_solve", "multinomial", "logspace"),
         ),
         _always,
     ),
@@ -130,8 +164,13 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     **dict.fromkeys(("renorm", "renorm_"), _bounds),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _complex_number),
     "softshrink": lambda arguments: not arguments.get("lambd", 0.5) >= 0,
-    **dict.fromkeys(composites.UPSAMPLING, lambda arguments: any(size < 1 for size in arguments["output_size"] or ())),
-    "put": lambda arguments: bool(arguments["index"].numel() != arguments["source"].numel()),
+    **dict.fromkeys(composites.UPSAMPLING, _resized),
+    **dict.fromkeys(("put", "put_"), _put),
+    **dict.fromkeys(("index_fill", "index_fill_"), _names_places),
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _too_few),
+    "index_select": _selects,
+    **dict.fromkeys(("add", "add_", "sub", "sub_", "rsub"), lambda arguments: arguments.get("alpha") is True),
+    **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r", "stft"), _nothing),
     **dict.fromkeys(("cummax", "cummin"), _without_order),
 }
 """By an operation's name without overload."""
@@ -140,11 +179,41 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
 def tells(plan: Plan, call: Call) -> bool:
     """Whether the call's outcome is to be waited for; its results are predicted."""
     schema = call.operation.op._schema
-    rule = _TELLING.get(schema.name.removeprefix("aten::"))
+    base = schema.name.removeprefix("aten::")
+    if _too_large(plan, call):
+        return True
+    rule = _TELLING.get(base)
     if rule is None:
         return _something_of_nothing(plan, call) or _over_itself(call)
     names = (argument.name for argument in schema.arguments)
     return rule(dict(zip(names, call.args, strict=False)) | call.kwargs)
+
+
+def _too_large(plan: Plan, call: Call) -> bool:
+    """A number that the results' dtype does not have, or one of those that no kernel counts to. Numbers that stand for
+    tensors are converted in silence, and comparisons give truth values.
+    """
+    schema = call.operation.op._schema
+    given = {argument.name: value for argument, value in zip(schema.arguments, call.args, strict=False)} | call.kwargs
+    dtypes = {
+        call.remotes[number]._meta.dtype if meta is None else meta.dtype
+        for kind, meta, number in plan.results
+        if kind != wire.NOTHING
+    }
+    for argument in schema.arguments:
+        value, kind = given.get(argument.name), str(argument.real_type)
+        if ("number" in kind or "float" in kind) and isinstance(value, int | float | complex):
+            if not all(numbers.has(dtype, value) for dtype in dtypes):
+                return True
+        elif "int" in kind:
+            counts = value if isinstance(value, list | tuple) else [value]
+            if any(type(each) is int and abs(each) >> 31 and each != _LAST for each in counts):
+                return True
+    return False
+
+
+_LAST: Final = (1 << 63) - 1
+"""Where a slice ends that has no end."""
 
 
 def _over_itself(call: Call) -> bool:
@@ -171,6 +240,7 @@ _ANY_DTYPE: Final = _words("""
     _to_copy copy_ clone cat stack fill_ zero_ index index_fill index_fill_ gather masked_fill masked_fill_ where eq ne
     logical_and logical_or logical_not any all repeat flip roll embedding scaled_dot_product_attention
     empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full
+    empty zeros ones full scalar_tensor
 """)
 """Which have a kernel for every dtype, or are asked anyway."""
 
@@ -182,18 +252,24 @@ _EVERYWHERE: Final = {torch.float32}
 _LOOSE: Final = _words("""
     softmax log_softmax _softmax _log_softmax softmin sort topk kthvalue addmm addmv addbmm baddbmm addr
     index_add index_add_ index_copy index_copy_ index_reduce index_reduce_ index_select
-    lu linalg_lu linalg_lu_factor_ex ormqr mvlgamma im2col col2im
+    lu linalg_lu linalg_lu_factor_ex mvlgamma im2col col2im
 """)
 """Whose shape rules do not look at dimensions and numbers, as kernels do."""
 
 _LOOSER: Final = _words("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution batch_norm
-    select_scatter slice_scatter diagonal_scatter as_strided_scatter as_strided_copy
 """)
 """Nor at the sizes of all operands after the first."""
 
+_LOOSEST: Final = _words("""
+    ormqr addmv pixel_unshuffle binary_cross_entropy binary_cross_entropy_with_logits
+    nll_loss nll_loss2d nll_loss_nd cross_entropy_loss
+    select_scatter slice_scatter diagonal_scatter as_strided_scatter as_strided_copy
+""")
+"""Nor at the first's."""
 
-def untried(call: Call) -> Way | None:
+
+def untried(plan: Plan, call: Call) -> Way | None:
     """In which way the operation is called, if it is to be waited for whether there is a kernel for it: a program that
     catches the error to convert its operands counts on that. Once it has succeeded in that way, it will.
     """
@@ -202,16 +278,18 @@ def untried(call: Call) -> Way | None:
     dtypes = [remote._meta.dtype for remote in call.remotes]
     values = [value for value in (*call.args, *call.kwargs.values()) if not call.is_remote(value)]
     way: list[Any] = [*dtypes, *(value for value in values if isinstance(value, torch.dtype))]
-    if not dtypes and not any(dtype.is_complex for dtype in way):
+    if not way:
         return None
-    if base in _LOOSE or base in _LOOSER:
+    if base in _LOOSE or base in _LOOSER or base in _LOOSEST:
         way += [len(remote._meta.size) for remote in call.remotes]
         way += [value if isinstance(value, int | str) else _numbers(value) for value in values]
-        if base in _LOOSER:
-            way += [remote._meta.size for remote in call.remotes[1:]]
-            way += [call.remotes[0]._meta.size] if base.endswith(("_scatter", "_copy")) else []
+        if base not in _LOOSE:
+            way += [remote._meta.size for remote in call.remotes[base in _LOOSER :]]
     elif base in _ANY_DTYPE or (set(way) <= _EVERYWHERE and not base.startswith(_INTEGERS_ONLY)):
         return None
+    metas = [remote._meta for remote in call.remotes] + [meta for _, meta, _ in plan.results if meta is not None]
+    if any(meta.numel() == 0 for meta in metas):
+        way.append(None)  # there may be nothing to do for a kernel that there is not
     return None if tuple(way) in operation.taken else tuple(way)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import torch_dispatcher, torch_private
-from dormouse.client_shim.commands import definitions, metas, operations
+from dormouse.client_shim.commands import definitions, metas, numbers, operations
 from dormouse.client_shim.commands.metas import CONJUGATED, NEGATED, Meta
 from dormouse.client_shim.commands.operations import Operation
 from dormouse.client_shim.commands.plans import Call, Plan
@@ -220,7 +220,7 @@ def _sign(
     elif isinstance(value, torch.Tensor):
         _sign_host(operation, value, key, operands)
     elif scalar and value is not None:
-        key.append(kind)
+        key.append(kind if kind is complex or 0 <= value < 128 else (kind, numbers.magnitude(value)))
         if operation.scalars_in_key:
             key.append(value)
         else:

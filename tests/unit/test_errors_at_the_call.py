@@ -1,6 +1,7 @@
 """What CUDA reports at the call comes at the call, as PyTorch on the CPU says it; what cannot fail, and what CUDA
 reports later, is not waited for."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,48 @@ WRONG: dict[str, Callable[[On], Any]] = {
     "out is one of a list": lambda on: torch.cat([on.full(1, 0), values := on.eye()], out=values),
     "out is one element": lambda on: torch.cat([on.full(1, 3)], out=on.at(1.0).expand(3)),
     "aminmax": lambda on: torch.aminmax(on.eye(), out=(on.at(1.0).double()[0], on.at(1.0).double()[0])),
+    "full_like": lambda on: (torch.full_like(on.at(1).byte(), 255), torch.full_like(on.at(1).byte(), 1000)),
+    "full_like, infinite": lambda on: torch.full_like(on.at(1), math.inf),
+    "full": lambda on: torch.full((2,), 1e39, device=on.device),
+    "new_full": lambda on: on.at(1.0).half().new_full((2,), -1e9),
+    "fill_": lambda on: on.at(1.0).fill_(1j),
+    "masked_fill of half": lambda on: on.full(0, 3).half().masked_fill(on.at(True, False, True), -1e9),
+    "clamp": lambda on: on.at(1).char().clamp(max=1000),
+    "pow": lambda on: on.at(1.0).half() ** 1e9,
+    "alpha of an integer": lambda on: torch.add(on.at(1).char(), on.at(1).char(), alpha=1000),
+    "a factor that is complex": lambda on: torch.addmm(on.eye(), on.eye(), on.eye(), beta=1j),
+    "lerp": lambda on: on.at(1.0).lerp(on.at(2.0), 1e300),
+    "threshold": lambda on: F.threshold(on.eye(), 1e300, 0),
+    "alpha": lambda on: torch.add(on.at(1.0), on.at(1.0), alpha=True),
+    "linspace of truth values": lambda on: torch.linspace(0, 1, 3, dtype=torch.bool, device=on.device),
+    "arange of truth values": lambda on: torch.arange(3, dtype=torch.bool, device=on.device),
+    "pool, of integers": lambda on: F.adaptive_avg_pool1d(on.at([[1, 2, 3]]), 1),
+    "pool, a large window": lambda on: F.max_pool2d(on.full(1, 1, 4, 4), 1 << 40),
+    "no kernel, but for nothing": lambda on: (
+        torch.cdist(on.full(1, 0, 3).half(), on.full(1, 0, 3).half()),
+        torch.cdist(on.full(1, 2, 3).half(), on.full(1, 2, 3).half()),
+    ),
+    "index_fill": lambda on: on.eye().index_fill(0, on.at(0.0), 2),
+    "index_fill, of two dimensions": lambda on: on.eye().index_fill(0, on.at([0, 1]), 2),
+    "index_reduce": lambda on: on.at(1.0)[0].index_reduce(0, on.at(0, 0), on.at(1.0)[0], "prod"),
+    "index_select of a number": lambda on: on.at(1.0)[0].index_select(0, on.at(0, 0)),
+    "masked_scatter": lambda on: (
+        on.full(0, 3).masked_scatter(on.at(True, False, True), on.at(1.0, 2.0)),
+        on.full(0, 3).masked_scatter(on.at(True, False, True), on.at(1.0)),
+    ),
+    "put into nothing": lambda on: on.full(0, 0).put(on.at(0, 1), on.at(1.0, 2.0)),
+    "rows of searchsorted": lambda on: torch.searchsorted(on.eye(), on.at(1.0)[0]),
+    "ormqr": lambda on: torch.ormqr(on.eye(), on.full(1, 2), on.eye()),
+    "addmv": lambda on: (
+        torch.addmv(on.full(1, 2), on.full(1, 2, 3), on.full(1, 3)),
+        torch.addmv(on.full(1, 4), on.full(1, 2, 3), on.full(1, 3)),
+    ),
+    "interpolate of nothing": lambda on: F.interpolate(on.full(1, 1, 1, 4, 0), (2, 2), mode="bilinear"),
+    "pixel_unshuffle": lambda on: F.pixel_unshuffle(on.full(1, 1, 1, 3, 3), 2),
+    "nll_loss": lambda on: F.nll_loss(on.full(0, 2, 3, 2, 3), on.full(0, 2, 2, 2).long()),
+    "weights of binary_cross_entropy": lambda on: F.binary_cross_entropy(
+        on.full(0, 5, 5), on.full(0, 5, 5), on.full(1, 1, 5, 5)
+    ),
     "transpose_": lambda on: on.eye().transpose_(0, 2),
     "squeeze_": lambda on: on.eye().squeeze_(4),
 }
@@ -197,6 +240,18 @@ SURE: dict[str, Callable[[On], Any]] = {
     "an index that takes values": lambda on: on.full(0, 3).index_put_((on.at(0, 2),), on.full(1, 2)),
     "one_hot": lambda on: F.one_hot(on.at(0, 2), 3),
     "softmax": lambda on: on.eye().softmax(0),
+    "masks as attention has them": lambda on: [
+        on.full(0, 3).to(dtype).masked_fill(on.at(True, False, True), value)
+        for dtype in (torch.float32, torch.half, torch.bfloat16)
+        for value in (-math.inf, torch.finfo(dtype).min)
+    ],
+    "the least integer": lambda on: on.at(1, 2).masked_fill(on.at(True, False), -(1 << 63)),
+    "numbers that come out infinite": lambda on: on.at(1.0).half() * 1e9,
+    "integers times a float": lambda on: on.at(1, 2) * 1e30,
+    "a mask for which there is enough": lambda on: on.full(0, 3).masked_scatter(
+        on.at(True, False, True), on.full(1, 3)
+    ),
+    "index_fill": lambda on: on.eye().index_fill(0, on.at(0), 200),
 }
 LATER: dict[str, Callable[[On, int], Any]] = {
     "gather": lambda on, index: on.full(0, 3).gather(0, on.at(index)),
@@ -243,6 +298,23 @@ def test_one_hot_checks_its_classes(loopback: Any, mode: Any) -> None:
             host = torch.tensor(right, dtype=torch.int64)
             got = F.one_hot(host.to(CUDA), count)
             assert (got.dtype, got.tolist()) == (torch.int64, F.one_hot(host, count).tolist())
+
+
+MIXED: dict[str, Callable[[On], Any]] = {
+    "normal": lambda on: torch.normal(on.at(1.0).half(), on.at(0.0)),
+    "ldexp": lambda on: torch.ldexp(on.at(3), on.at(2.0).half()),
+    "huber_loss": lambda on: F.huber_loss(on.at(3.0).half(), on.at(1.0), reduction="none"),
+    "binary_cross_entropy": lambda on: F.binary_cross_entropy(on.at(0.5), on.at(1.0), on.at(2.0).double()),
+    "nansum": lambda on: torch.nansum(on.at([1, 2])),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_dtype_of_a_result_is_the_kernels(loopback: Any, name: str) -> None:
+    call = MIXED[name]
+    for _ in range(2):
+        got, expected = call(On(CUDA)), call(On("cpu"))
+        assert (got.dtype, got.shape, got.tolist()) == (expected.dtype, expected.shape, expected.tolist())
 
 
 def test_labels_that_no_class_has_are_not_looked_up(loopback: Any) -> None:
