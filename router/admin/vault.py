@@ -22,7 +22,11 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
-_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # not in Python 3.11's fcntl
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+"""Nothing has it mapped, so it can never be written again. F_SEAL_WRITE says the same, but waits up to 150 ms for what
+the kernel itself may have a page for, and then fails with EBUSY.
+"""
 
 
 class Vault:

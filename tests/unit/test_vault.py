@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -87,7 +88,11 @@ def test_the_file_of_an_instances_variables_is_sealed() -> None:
             with pytest.raises(PermissionError):
                 change()
         with pytest.raises(PermissionError):
+            mmap.mmap(fd, 0)
+        with pytest.raises(PermissionError):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0)
+        busy = "a busy kernel refuses that seal for a moment, and the instance would not start"
+        assert not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE, busy
     finally:
         os.close(fd)
     assert variables_file(spec(), {}) == -1
