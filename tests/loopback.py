@@ -153,9 +153,13 @@ class LoopbackNode:
     def executor(self, lease: Lease) -> LoopbackExecutor:
         return self.executors[lease.gpu]
 
-    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> bool:
         content = self.uploading.setdefault(storage, bytearray(total_nbytes))
         content[offset : offset + nbytes] = self.arena[arena_offset : arena_offset + nbytes]
+        return True
+
+    def store_settle(self) -> None:
+        pass
 
     def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
         found = self.mappings.file_at(address, nbytes) if nbytes >= MIN_NBYTES else None

@@ -20,6 +20,12 @@ from dormouse.schemas import messages as m
 PROGRESS_S: Final = 1.0
 """Between two words to the router on what load() does: its time limit is longer."""
 
+SMALL_NBYTES: Final = 64 << 10
+MOST_UNANSWERED: Final = 32
+"""Uploads of so little are waited for together: each alone takes longer to be answered than to be copied. Fewer than
+the answers that the store keeps for one that does not read.
+"""
+
 
 class NodeBackend:
     """`Backend` of an instance or, with a tie, of a `dormouse run` process."""
@@ -86,15 +92,21 @@ class NodeBackend:
             self._progress_s = now_s
             self.router.send(m.LoadProgress())
 
-    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> bool:
         self._committed = False
         self._progress()
-        self.store.ask(
+        self.store.upload(
             m.StoreUpload(
                 storage=storage, total_nbytes=total_nbytes, offset=offset, arena_offset=arena_offset, nbytes=nbytes
-            ),
-            m.Uploaded,
+            )
         )
+        if nbytes <= SMALL_NBYTES and self.store.unanswered < MOST_UNANSWERED:
+            return False
+        self.store.settle()
+        return True
+
+    def store_settle(self) -> None:
+        self.store.settle()
 
     def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
         found = self._files.range_at(address, nbytes)
@@ -110,6 +122,7 @@ class NodeBackend:
             file_offset=found.offset,
             nbytes=nbytes,
         )
+        self.store.settle()  # not to be taken for what becomes of the file
         try:
             # The answer is waited for: afterwards the program may write to the file.
             self.store.ask(message, m.Uploaded, nbytes)
@@ -121,7 +134,7 @@ class NodeBackend:
 
     def store_free(self, storages: list[int]) -> None:
         self._committed = False
-        self.store.send(m.StoreFree(storages=storages))
+        self.store.free(storages)
 
     def commit(self) -> int:
         answer = self.store.ask(m.Commit(), m.Committed)

@@ -34,8 +34,12 @@ class Backend(Protocol):
         """The connection to the lease's executor: the same object for the same (gpu, epoch)."""
         ...
 
-    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
-        """Hand bytes in the arena to the store; returns when that part of the arena may be written again."""
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> bool:
+        """Hand bytes in the arena to the store; whether all that were handed over so far may be written again."""
+        ...
+
+    def store_settle(self) -> None:
+        """Return when they may. Raises what the store says of one of them."""
         ...
 
     def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:

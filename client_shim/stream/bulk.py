@@ -38,8 +38,8 @@ class Bulk:
             self.file_nbytes += nbytes
             return
         for start, region, size in self._copied_in(None, address, nbytes):
-            self._backend.store_upload(storage.id, storage.nbytes, offset + start, region, size)
-            self.ring.settle(0)
+            if self._backend.store_upload(storage.id, storage.nbytes, offset + start, region, size):
+                self.ring.settle(0)
 
     def to_executor(
         self, connection: StreamConnection, storage: RemoteStorage, offset: int, address: int, nbytes: int
@@ -52,7 +52,7 @@ class Bulk:
         self, connection: StreamConnection | None, address: int, nbytes: int
     ) -> Iterator[tuple[int, int, int]]:
         """Piece by piece: where it begins, its region, its size. What has been said of one leaves before the next needs
-        its room; without a connection, it is settled by then.
+        its room.
         """
         self.uploaded_nbytes += nbytes
         for start in range(0, nbytes, self.chunk_nbytes) or [0]:
@@ -63,7 +63,10 @@ class Bulk:
 
     def _room(self, connection: StreamConnection | None, nbytes: int) -> int:
         while (region := self.ring.take(nbytes, connection.number if connection else 0)) is None:
-            assert connection is not None, "regions of the store are settled at once"
+            if connection is None:
+                self._backend.store_settle()
+                self.ring.settle(0)
+                continue
             connection.flush()
             connection.pump(REPLY_TIMEOUT_S)
         return region

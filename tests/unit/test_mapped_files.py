@@ -19,7 +19,7 @@ import torch
 
 from dormouse.client_shim.node import mapped_files
 from dormouse.client_shim.node.mapped_files import MAX_FILES, MIN_NBYTES
-from dormouse.client_shim.node.node_backend import NodeBackend
+from dormouse.client_shim.node.node_backend import MOST_UNANSWERED, SMALL_NBYTES, NodeBackend
 from dormouse.client_shim.stream.failures import StoreRefused
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed
 from dormouse.client_shim.stream.stream import Stream
@@ -41,9 +41,11 @@ class SmallStore:
         self.ranges: list[m.StoreFile] = []
         self.offered: list[int] = []  # files
         self.uploads = 0
+        self.freed: list[int] = []
         self.refuses = False
         self.silent = False
         self.before_read: Callable[[], None] = lambda: None
+        self.full = False  # it has no room for what is uploaded
         self._fds: dict[int, int] = {}  # by file
         self._directory = directory
         self._ready = threading.Event()
@@ -102,7 +104,10 @@ class SmallStore:
             case m.StoreUpload():
                 self.uploads += 1
                 data: Any = self.arena[message.arena_offset :][: message.nbytes]
-                self._put(message, data)
+                if self.full:
+                    answer = m.StoreFailed(text=f"no room for {message.nbytes} bytes")
+                else:
+                    self._put(message, data)
             case m.StoreFile():
                 self.ranges.append(message)
                 self.before_read()
@@ -112,6 +117,7 @@ class SmallStore:
                 else:
                     self._put(message, data)
             case m.StoreFree():
+                self.freed += message.storages
                 return
             case m.Commit():
                 answer = m.Committed(version=1, nbytes=0)
@@ -139,9 +145,14 @@ class Instance:
 
     def upload(self, tensor: torch.Tensor) -> bytes:
         """What the store has of a storage with this tensor's bytes."""
+        storage = self.uploaded(tensor)
+        self.backend.store_settle()
+        return bytes(self.store.contents[storage.id])
+
+    def uploaded(self, tensor: torch.Tensor) -> RemoteStorage:
         storage = RemoteStorage(tensor.nbytes)
         self.stream.upload(storage, 0, tensor.data_ptr(), tensor.nbytes)
-        return bytes(self.store.contents[storage.id])
+        return storage
 
     def close(self) -> None:
         self.backend._files.close()
@@ -453,3 +464,55 @@ def test_arrays_in_files(loopback: Any, tmp_path: Path) -> None:
     assert loopback.stream.bulk.file_nbytes == values.nbytes
     assert torch.equal(found.cpu(), torch.from_numpy(values))
     assert changed[3, 4].item() == 5
+
+
+# --- what is small is uploaded without waiting for each answer
+
+
+@pytest.mark.parametrize(("nbytes", "together"), [(0, MOST_UNANSWERED), (64, MOST_UNANSWERED), (SMALL_NBYTES, 16)])
+def test_small_uploads_are_waited_for_together(
+    instance: Instance, store: SmallStore, nbytes: int, together: int
+) -> None:
+    """At most as many as have room in the arena; what lies there stays as it is until the store has had it."""
+    kept, counts = [], []
+    for number in range(5 * MOST_UNANSWERED):
+        tensor = torch.full((nbytes,), number, dtype=torch.uint8)
+        kept.append(instance.uploaded(tensor))
+        tensor.fill_(255)
+        counts.append(instance.backend.store.unanswered)
+    assert max(counts) == min(together, MOST_UNANSWERED - 1)
+    assert instance.stream.commit() == 1
+    assert [store.contents[each.id] for each in kept] == [bytes([number]) * nbytes for number in range(len(kept))]
+    assert instance.backend.store.unanswered == 0
+
+
+def test_a_large_upload_is_waited_for_and_all_before_it(instance: Instance, store: SmallStore) -> None:
+    small, large = (instance.uploaded(torch.ones(each, dtype=torch.uint8)) for each in (9, SMALL_NBYTES + 1))
+    assert instance.backend.store.unanswered == 0
+    assert [len(store.contents[each.id]) for each in (small, large)] == [9, SMALL_NBYTES + 1]
+
+
+def test_what_the_store_refuses_late_is_in_no_version(instance: Instance, store: SmallStore) -> None:
+    """Who waits next is told; and each commit, as long as the program has what has no value."""
+    store.full = True
+    data = torch.ones(9, dtype=torch.uint8)
+    lost = [instance.uploaded(data) for _ in range(MOST_UNANSWERED - 1)]
+    with pytest.raises(StoreRefused, match="no room for 9 bytes"):
+        instance.uploaded(data)
+    store.full = False
+    assert instance.upload(data) == content(data), "the answers are each their upload's"
+    with pytest.raises(StoreRefused, match="no room for 9 bytes"):
+        instance.stream.commit()
+    lost.clear()
+    gc.collect()
+    assert instance.stream.commit() == 1
+    assert len(store.freed) == MOST_UNANSWERED + 1
+
+
+def test_what_has_died_before_it_is_refused_is_no_reason_later(instance: Instance, store: SmallStore) -> None:
+    store.full = True
+    data = torch.ones(9, dtype=torch.uint8)
+    instance.backend.store_free([instance.uploaded(data).id])
+    with pytest.raises(StoreRefused, match="no room for 9 bytes"):
+        instance.stream.commit()
+    assert instance.stream.commit() == 1
