@@ -232,6 +232,8 @@ def test_lazy_modules_take_what_was_saved(loopback: Any) -> None:
         module.load_state_dict(whole.state_dict())
         assert module.weight.is_cuda
         torch.testing.assert_close(module(torch.ones(1, 3, device=CUDA)).cpu(), whole(torch.ones(1, 3)))
+    buffers = [name for name, _ in nn.LazyBatchNorm1d().named_buffers()]
+    assert [name for name, _ in nn.LazyBatchNorm1d().cuda().named_buffers()] == buffers
     with torch.device(CUDA):
         made = nn.LazyLinear(2)
     assert made(torch.ones(1, 3, device=CUDA)).is_cuda
