@@ -1,6 +1,7 @@
 """What functions have printed, for who may read it, and what they print from then on."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -15,6 +16,15 @@ from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.schemas import admin as a
+from dormouse.schemas.messages import Failure
+
+MOST: Final = 64
+"""Logs that are followed at once, and of these, OF_TENANTS by keys of tenants: the rest is for who sees the whole node.
+On a node of many tenants, OF_ONE by one of them, whatever its keys.
+"""
+
+OF_TENANTS: Final = 48
+OF_ONE: Final = 16
 
 AGAIN_S: Final = 2.0
 """After which who follows a log is asked for a right to it, though nothing was printed."""
@@ -27,10 +37,11 @@ class LogTails:
         self, permits: Permits, logs: FunctionLogs, picture: RouterState, admits: Callable[[Caller], bool]
     ) -> None:
         self._permits, self._logs, self._picture, self._admits = permits, logs, picture, admits
+        self._following: Counter[str] = Counter()  # by owner; "": who sees the whole node
 
     @contextmanager
     def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:
-        """What is printed under this name meanwhile; of who may deploy it."""
+        """What is printed under this name meanwhile; for who deploys it at the node, where few are at once."""
         log = self._logs.of(name)
         news = log.follow()
         try:
@@ -53,19 +64,40 @@ class LogTails:
         if not act.follow:
             yield told(log.tail(act.lines, act.since_s))
             return
-        news = log.follow()
+        with self._place(caller):
+            news = log.follow()
+            try:
+                yield told(log.tail(act.lines, act.since_s))
+                while log.open:
+                    piece = b""
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(AGAIN_S):
+                            piece = await news.get()
+                    if not self._admits(caller):
+                        return
+                    if not left and not tenancy.sees(caller, picture, name):
+                        return
+                    if piece:
+                        yield told(piece)
+            finally:
+                log.unfollow(news)
+
+    @contextmanager
+    def _place(self, caller: Caller) -> Iterator[None]:
+        """Raises HttpError."""
+        owner = "" if tenancy.sees_all(caller) else caller.tenant or caller.name
+        following, taken = self._following, self._following.total()
+        most_own = OF_TENANTS if self._picture.one_tenant else OF_ONE
+        bounded = owner and (taken - following[""] >= OF_TENANTS or following[owner] >= most_own)
+        if taken >= MOST or bounded:
+            whose = f"tenant {owner!r}" if caller.tenant else owner or "who sees the whole node"
+            text = f"{whose} follows {following[owner]} logs, and no more may be followed now; stop following one, or "
+            text += "read this one without following it"
+            raise HttpError(Failure(code="too_many_followers", status=503, text=text, retryable=True))
+        following[owner] += 1
         try:
-            yield told(log.tail(act.lines, act.since_s))
-            while log.open:
-                piece = b""
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(AGAIN_S):
-                        piece = await news.get()
-                if not self._admits(caller):
-                    return
-                if not left and not tenancy.sees(caller, picture, name):
-                    return
-                if piece:
-                    yield told(piece)
+            yield
         finally:
-            log.unfollow(news)
+            following[owner] -= 1
+            if not following[owner]:
+                del following[owner]

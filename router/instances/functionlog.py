@@ -26,8 +26,27 @@ RECORD_NBYTES: Final = 64 << 10
 then. All lines of a log may be indented.
 """
 
-FOLLOWER_CHUNKS: Final = 256
-"""Chunks a slow follower may lag behind before it loses some."""
+FOLLOWER_NBYTES: Final = 1 << 20
+CHUNK_NBYTES: Final = 64
+"""What a slow follower may lag behind before it loses some; and what a chunk takes beside its bytes."""
+
+
+class News(asyncio.Queue[bytes]):
+    """What was printed and a follower has not taken yet."""
+
+    nbytes = 0
+
+    def full(self) -> bool:
+        return self.nbytes >= FOLLOWER_NBYTES
+
+    def _put(self, item: bytes) -> None:
+        super()._put(item)
+        self.nbytes += len(item) + CHUNK_NBYTES
+
+    def _get(self) -> bytes:
+        item = super()._get()
+        self.nbytes -= len(item) + CHUNK_NBYTES
+        return item
 
 
 class TimeMarks:
@@ -87,7 +106,7 @@ class FunctionLog:
         self._file = path.open("ab", buffering=0)
         self._nbytes = self._file.tell()
         self._marks, self._marks_before = TimeMarks(_beside(path)), TimeMarks(_beside(self._previous))
-        self._followers: set[asyncio.Queue[bytes]] = set()
+        self._followers: set[News] = set()
         self._origin = ("", "")
 
     def write(self, data: bytes, instance: str = "", request: str = "") -> None:
@@ -138,13 +157,13 @@ class FunctionLog:
         last = _last(data, lines)
         return last if last[:1] == BEGINS_MARK else last_mark(data[: len(data) - len(last)]) + last
 
-    def follow(self) -> asyncio.Queue[bytes]:
+    def follow(self) -> News:
         """New output from now on; give the queue back to :meth:`unfollow`."""
-        queue: asyncio.Queue[bytes] = asyncio.Queue(FOLLOWER_CHUNKS)
+        queue = News()
         self._followers.add(queue)
         return queue
 
-    def unfollow(self, queue: asyncio.Queue[bytes]) -> None:
+    def unfollow(self, queue: News) -> None:
         self._followers.discard(queue)
 
     def remove(self) -> None:

@@ -25,6 +25,7 @@ from msgspec import structs
 from dormouse.core.node import doctor
 from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.core.nodefile import load_config
+from dormouse.router.admin import logtails
 from dormouse.schemas.admin import Wish
 
 CERTIFICATE = Path(__file__).parents[1] / "certificate"
@@ -434,6 +435,27 @@ def test_d1_a_tenant_sees_and_removes_its_own_only(node: RemoteNode) -> None:
     everybodys = node.ask("GET", "/admin/status", node.first)
     assert list(everybodys.body["functions"]) == ["ours", "theirs"]
     assert [row["name"] for row in node.admin.functions()] == ["ours", "theirs"]
+
+
+def test_a_tenant_follows_so_many_logs_and_others_the_rest(node: RemoteNode) -> None:
+    """Whatever keys it has."""
+    keys = [node.key(scopes=("deploy",), tenant="other") for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+
+        def follow(name: str, key: str) -> http.client.HTTPResponse:
+            connection = stack.enter_context(contextlib.closing(node.connect()))
+            headers = {"Authorization": f"Bearer {key}"}
+            connection.request("GET", f"/admin/functions/{name}/logs?tail=0&follow=1", headers=headers)
+            return connection.getresponse()
+
+        assert [follow("theirs", keys[number % 2]).status for number in range(logtails.OF_ONE)] == [200] * 16
+        refused = follow("theirs", keys[0])
+        error = json.loads(refused.read())["error"]
+        assert (refused.status, error["code"]) == (503, "too_many_followers")
+        assert error["message"].startswith("tenant 'other' follows 16 logs, and no more may be followed now; stop ")
+        assert node.ask("GET", "/admin/functions/theirs/logs?tail=1", keys[0]).body == "loading\n"
+        assert follow("ours", node.key(scopes=("deploy",))).status == 200
+        assert follow("theirs", node.first).status == 200
 
 
 def test_a_key_for_some_functions(node: RemoteNode) -> None:

@@ -10,7 +10,14 @@ import pytest
 from dormouse.core.loglabels import label
 from dormouse.core.logrecords import lines_of
 from dormouse.core.masking import NO_MASK, SecretMask
-from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, FunctionLogs, TimeMarks
+from dormouse.router.instances.functionlog import (
+    CHUNK_NBYTES,
+    FOLLOWER_NBYTES,
+    MOST_MARKS,
+    FunctionLog,
+    FunctionLogs,
+    TimeMarks,
+)
 from dormouse.router.instances.logpipe import CLOSE_NBYTES, MASKED_NBYTES, MOST_PARTS, READ_NBYTES, LogPipe
 
 
@@ -155,9 +162,16 @@ def test_of_a_flood_so_much_is_taken_at_a_time_and_at_the_end(tmp_path: Path, ma
 def test_a_slow_follower_loses_some_and_blocks_nobody(tmp_path: Path) -> None:
     log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1 << 20)
     news = log.follow()
-    for _ in range(1000):
-        log.write(b"x")
+    most = FOLLOWER_NBYTES // (READ_NBYTES + CHUNK_NBYTES) + 1
+    for _ in range(2 * most):
+        log.write(bytes(READ_NBYTES))
     assert news.full()
+    assert (news.qsize(), news.get_nowait()) == (most, bytes(READ_NBYTES))
+    log.write(b"x" * 9)
+    assert (news.qsize(), news.full()) == (most, False), "what it takes makes room"
+    for _ in range(100_000):
+        log.write(b"x")
+    assert news.nbytes < FOLLOWER_NBYTES + READ_NBYTES + CHUNK_NBYTES, "also of many small ones"
     log.close()
 
 
