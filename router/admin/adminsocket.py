@@ -32,6 +32,9 @@ Connection = PacketSocket[a.ToNode, a.FromNode]
 MAX_CONNECTIONS: Final = 64
 """At once: people and their scripts, some of which follow logs."""
 
+OWN_CONNECTIONS: Final = 4
+"""That each user who may administrate can have whatever the others hold; then there are more."""
+
 SILENT_S: Final = 60.0
 """After which a caller that says nothing, or reads nothing, is left."""
 
@@ -59,7 +62,7 @@ class AdminSocket:
         self._admin = admin
         self._audit = audit
         self._listener: Listener[a.ToNode, a.FromNode] | None = None
-        self._open: set[Connection] = set()
+        self._open: dict[Connection, int] = {}  # with whose they are
         self._uids = users.admin_uids(os.getuid(), admins)
 
     def open(self, path: str) -> None:
@@ -78,11 +81,18 @@ class AdminSocket:
         if caller.uid not in self._uids:
             self._audit.write(caller.name, "unix", "connect", "", "forbidden", uid=caller.uid)
             _dismiss(connection, users.stranger(caller))
-        elif len(self._open) >= MAX_CONNECTIONS:
-            _dismiss(connection, refuse(429, "queue_full", "too many administrate at once; try again later").failure)
+        elif len(self._open) >= MAX_CONNECTIONS and (own := self._own(caller)) >= OWN_CONNECTIONS:
+            text = (
+                f"{len(self._open)} commands are at work on this node, {own} of them user {caller.name!r}'s; end some "
+                "(those that follow logs, or wait), or try again later"
+            )
+            _dismiss(connection, refuse(429, "queue_full", text).failure)
         else:
-            self._open.add(connection)
+            self._open[connection] = connection.peer[1]
             self._node.spawn(self._converse(connection, caller))
+
+    def _own(self, caller: Caller) -> int:
+        return sum(uid == caller.uid for uid in self._open.values())
 
     async def _converse(self, connection: Connection, caller: Caller) -> None:
         try:
@@ -100,7 +110,7 @@ class AdminSocket:
             self._node.log.exception("admin_failed", caller=caller.name)
             _dismiss(connection, refuse(500, "internal", "the node made a mistake; see its router's log").failure)
         finally:
-            self._open.discard(connection)
+            self._open.pop(connection, None)
             connection.close()
 
     async def _act(self, connection: Connection, caller: Caller, act: a.ToNode, fds: list[int]) -> None:

@@ -31,7 +31,7 @@ CHUNK_NBYTES: Final = 64
 """What a slow follower may lag behind before it loses some; and what a chunk takes beside its bytes."""
 
 
-class News(asyncio.Queue[bytes]):
+class FollowerQueue(asyncio.Queue[bytes]):
     """What was printed and a follower has not taken yet."""
 
     nbytes = 0
@@ -106,7 +106,7 @@ class FunctionLog:
         self._file = path.open("ab", buffering=0)
         self._nbytes = self._file.tell()
         self._marks, self._marks_before = TimeMarks(_beside(path)), TimeMarks(_beside(self._previous))
-        self._followers: set[News] = set()
+        self._followers: set[FollowerQueue] = set()
         self._origin = ("", "")
 
     def write(self, data: bytes, instance: str = "", request: str = "") -> None:
@@ -157,13 +157,13 @@ class FunctionLog:
         last = _last(data, lines)
         return last if last[:1] == BEGINS_MARK else last_mark(data[: len(data) - len(last)]) + last
 
-    def follow(self) -> News:
+    def follow(self) -> FollowerQueue:
         """New output from now on; give the queue back to :meth:`unfollow`."""
-        queue = News()
+        queue = FollowerQueue()
         self._followers.add(queue)
         return queue
 
-    def unfollow(self, queue: News) -> None:
+    def unfollow(self, queue: FollowerQueue) -> None:
         self._followers.discard(queue)
 
     def remove(self) -> None:
