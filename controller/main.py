@@ -166,7 +166,9 @@ class Controller(Actor):
                 deadline_s = self.loop.time() + message.deadline_ms / 1000
                 version, counts = message.version or 0, not message.own
                 batch = service.wanted_batch(message.batch, self.loop.time())
-                self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts, batch))
+                beyond_s = message.beyond_ms / 1000
+                asked = ev.Asked(message.request, message.instance, deadline_s, version, counts, batch, beyond_s)
+                self._perform(asked)
             case m.Met(function=function, latency_ms=latency_ms):
                 self._perform(ev.RequestAnswered(function, latency_ms / 1000))
             case m.BatchWaits(request=request, came=came, left=left):
@@ -189,6 +191,8 @@ class Controller(Actor):
                 self._deployed.quarantine(message)
             case m.Answered():
                 self._perform(ev.Answered(message.request, message.used, message.taken, message.together))
+            case m.CallWaits(gpu=gpu, epoch=epoch, serial=serial):
+                self._perform(ev.TurnIdle(gpu, epoch, serial))
             case m.Missed():
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskPolicy():

@@ -136,7 +136,7 @@ class BatchWanted(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Asked(_Event, frozen=True):
     """A request wants a lease, or a ``batch`` of some; ``deadline_s`` is an absolute time of the scheduler's clock.
-    ``counts``: it has a deadline to keep, which load() and sessions have not.
+    ``counts``: it has a deadline to keep, which load() and sessions have not. ``beyond_s`` as in Acquire.
     """
 
     request: int
@@ -145,6 +145,7 @@ class Asked(_Event, frozen=True):
     version: int
     counts: bool = True
     batch: BatchWanted | None = None
+    beyond_s: float = 0.0
 
 
 class BatchChanged(_Event, frozen=True):

@@ -246,7 +246,7 @@ class Function:
             for index, deadline_s in enumerate(waiting.batch.in_order()[: waiting.size]):
                 self._settled(waiting, deadline_s, now_s > deadline_s, index < waiting.failures, now_s, hindered_s)
         else:
-            self._settled(waiting, waiting.deadline_s, late, waiting.failed, now_s, hindered_s)
+            self._settled(waiting, waiting.own_deadline_s, late, waiting.failed, now_s, hindered_s)
 
     def _settled(
         self, waiting: "Waiting", deadline_s: float, late: bool, failed: bool, now_s: float, hindered_s: float

@@ -258,8 +258,8 @@ class Inventory:
             if running.answered is not None:
                 self.batch_answered(running.request, *running.answered)
         elif running.revoked_until_s is None:
-            function.settled(waiting, now_s > waiting.deadline_s, now_s, hindered_s)
-        elif waiting.failed or now_s > waiting.deadline_s:
+            function.settled(waiting, now_s > waiting.own_deadline_s, now_s, hindered_s)
+        elif waiting.failed or now_s > waiting.own_deadline_s:
             function.settled(waiting, True, now_s, hindered_s)
         counts = function.counts
         counts.leases += 1

@@ -290,7 +290,8 @@ class Scheduler:
     def _wants(self, asked: Asked, batch: BatchRequests | None, now_s: float) -> None:
         """It waits for a lease from now on."""
         model = self._books.model(asked.instance, now_s)
-        self._queue.add(Waiting(asked.request, model, now_s, asked.deadline_s, asked.counts, batch), now_s)
+        waiting = Waiting(asked.request, model, now_s, asked.deadline_s, asked.counts, batch, asked.beyond_s)
+        self._queue.add(waiting, now_s)
 
     def _batch_changed(self, event: BatchChanged, now_s: float, actions: list[Action]) -> None:
         waiting = self.waiting.get(event.request)
@@ -317,7 +318,7 @@ class Scheduler:
         waiting = self.waiting.get(request)
         if waiting is not None:
             self._queue.left(waiting, now_s)
-            if waiting.failed or now_s >= waiting.deadline_s:
+            if waiting.failed or now_s >= waiting.own_deadline_s:
                 waiting.function.settled(waiting, True, now_s, now_s - waiting.arrived_s)
 
     def _request_failed(self, event: RequestFailed) -> None:

@@ -19,6 +19,7 @@ class Waiting:
     __slots__ = (
         "arrived_s",
         "batch",
+        "beyond_s",
         "counts",
         "deadline_s",
         "expected_s",
@@ -43,6 +44,7 @@ class Waiting:
         deadline_s: float,
         counts: bool = True,
         batch: BatchRequests | None = None,
+        beyond_s: float = 0.0,
     ) -> None:
         self.request = request
         self.model = model
@@ -53,7 +55,8 @@ class Waiting:
         self.live = True  # it still waits
         self.held_for: int | None = None  # the busy GPU that it waits for, though others were free
         self.rationed = False  # it waits until one of those that are given up may be woken
-        self.counts = counts  # by its deadline
+        self.beyond_s = beyond_s  # its function's own deadline is so much later
+        self.counts = counts  # by that
         self.failed = False  # its client has had an error
         self.failures = 0  # so many clients of its batch
         self.batch = batch  # if it is for several
@@ -65,6 +68,11 @@ class Waiting:
     def __lt__(self, other: "Waiting") -> bool:
         """Only for an order's heap: a request that is asked again may meet itself there, as it waited before."""
         return False
+
+    @property
+    def own_deadline_s(self) -> float:
+        """By which its function is judged."""
+        return self.deadline_s + self.beyond_s
 
     def measure(self) -> None:
         """Others are in its batch."""

@@ -52,6 +52,8 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
         return True
     p.calls[key] = OpenCall(caller.number, caller.depth + 1, queueing.due_at_s(instance, caller))
     caller.calls[key] = None
+    if ticket is not None and (lease := ticket.lease) is not None:  # that no other request shares
+        p.tell(m.CallWaits(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial))
     p.out.append(e.BeginCall(instance.name, call.number, caller.number, instance.spec, call))
     return True
 

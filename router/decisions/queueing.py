@@ -42,6 +42,7 @@ def acquire(
     deadline_ms: int,
     version: int | None,
     batch: m.BatchAsk | None = None,
+    beyond_ms: int = 0,
 ) -> int:
     number = next(p.ticket_numbers)
     p.tickets[number] = Ticket(instance.name, request)
@@ -52,6 +53,7 @@ def acquire(
         version=version,
         own=request is None and batch is None,
         batch=batch,
+        beyond_ms=beyond_ms,
     )
     p.tell(ask)
     return number
@@ -63,9 +65,8 @@ def due_at_s(instance: Instance, request: Request) -> float:
 
 
 def left_ms(p: RouterState, instance: Instance, request: Request) -> int:
-    """How long it has until then."""
-    own_ms = instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
-    return own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
+    """How long it has until its deadline there."""
+    return instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
 
 
 def over(p: RouterState, request: Request) -> None:
@@ -157,8 +158,10 @@ def feed(p: RouterState, function: ServedFunction) -> None:
             continue
         request = p.requests[function.queue.popleft()]
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
-        left = left_ms(p, instance, request)
-        request.ticket = acquire(p, instance, request.number, left, instance.version)
+        own_ms = left_ms(p, instance, request)
+        due_ms = own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
+        beyond_ms = own_ms - due_ms
+        request.ticket = acquire(p, instance, request.number, due_ms, instance.version, beyond_ms=beyond_ms)
         instance.state, instance.ticket = InstanceState.BUSY, request.ticket
     for name in function.instances if function.queue else ():
         stop(p, p.instances[name])

@@ -40,6 +40,7 @@ class BatchAsk(Message, frozen=True, kw_only=True):
 class Acquire(Message, frozen=True, kw_only=True, tag=5):
     """A request wants a lease, or a ``batch`` of some. ``deadline_ms`` counts from now. ``version`` is the manifest
     version that must be resident, if known. ``own``: it is for load() or a session, which have no deadline to keep.
+    ``beyond_ms``: the function's own deadline is so much later: it is due with the request that calls it.
     """
 
     request: int
@@ -48,6 +49,7 @@ class Acquire(Message, frozen=True, kw_only=True, tag=5):
     version: int | None = None
     own: bool = False
     batch: BatchAsk | None = None
+    beyond_ms: int = 0
 
 
 class Release(Message, frozen=True, kw_only=True, tag=6):
@@ -171,6 +173,16 @@ class Met(Message, frozen=True, kw_only=True, tag=18):
     latency_ms: int
 
 
+class CallWaits(Message, frozen=True, kw_only=True, tag=22):
+    """The request with this lease waits for a function that it has called, which may need its GPU: as Idle of the
+    executor, which would say it ``turn_ms`` later.
+    """
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
 class AskMeasures(Message, frozen=True, kw_only=True, tag=15):
     """What the controller has counted, for `/metrics`; Measures answers."""
 
@@ -199,4 +211,5 @@ RouterToController = (
     | AskMeasures
     | BatchWaits
     | Met
+    | CallWaits
 )

@@ -37,7 +37,10 @@ def answered(rig: Rig, instance: str, ticket: int) -> list[e.Action]:
 
 def test_a_call_is_a_request_like_any_other() -> None:
     rig, ticket = calling()
-    begin = one(rig.say("i1", asked(ticket)), e.BeginCall)
+    actions = rig.say("i1", asked(ticket))
+    begin = one(actions, e.BeginCall)
+    waits = one(actions, m.CallWaits)
+    assert (waits.gpu, waits.epoch, waits.serial) == (0, 1, 1), "its lease: another may have the turn"
     assert (begin.instance, begin.number, begin.caller, begin.spec.name) == ("i1", 1, 1, "f")
     acquire = one(arrived(rig, ("i1", 1)), m.Acquire)
     assert acquire.instance == "i2"
@@ -53,10 +56,12 @@ def test_it_is_due_when_its_caller_is() -> None:
     rig, ticket = calling(deadline_ms=400)
     rig.now_s += 0.25
     rig.say("i1", asked(ticket))
-    assert one(arrived(rig, ("i1", 1)), m.Acquire).deadline_ms == 150, "of its own 1000"
+    acquire = one(arrived(rig, ("i1", 1)), m.Acquire)
+    assert (acquire.deadline_ms, acquire.beyond_ms) == (150, 850), "of its own 1000, by which its function is judged"
     rig, ticket = calling(deadline_ms=5000)
     rig.say("i1", asked(ticket))
-    assert one(arrived(rig, ("i1", 1)), m.Acquire).deadline_ms == 1000, "of its caller's 5000"
+    acquire = one(arrived(rig, ("i1", 1)), m.Acquire)
+    assert (acquire.deadline_ms, acquire.beyond_ms) == (1000, 0), "of its caller's 5000"
 
 
 @pytest.mark.parametrize(

@@ -330,3 +330,21 @@ def test_a_late_request_that_fails_is_late_once() -> None:
     core.handle(ev.RequestFailed("a", 1), 5.0)
     core.handle(ev.RequestFailed("nobody", 0), 5.0)
     assert service(core) == (1, 1)
+
+
+@pytest.mark.parametrize(("ends_s", "in_time"), [(0.05, 1), (0.5, 1), (1.5, 0)])
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_call_is_due_with_its_caller_and_judged_by_its_own_function(ends_s: float, in_time: int, runs: bool) -> None:
+    """It is due at 0.1, before one that has come before it; its function has until 1.0."""
+    core = scheduler(gpus=1, models="abc", policy=Policy(order="edf"))
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(ev.Asked(3, "c", 0.1, 1, beyond_s=0.9), 0.0)
+    if runs:
+        wake = only_wake(core.handle(over(first), 0.02))
+        assert wake.request == 3
+        core.handle(over(wake), ends_s)
+    else:
+        core.handle(ev.Released(3), ends_s)
+    known = core.functions["c"]
+    assert (known.served, known.served - known.late) == ((1, in_time) if runs or not in_time else (0, 0))
