@@ -8,9 +8,11 @@ from language_models import TEMPLATE, reference, tokenizer
 from transformers import PreTrainedModel
 
 
-def write_gguf(path: Path, seed: int = 0, ends: dict[str, int] | None = None, **fields: Any) -> PreTrainedModel:
-    """A Llama with its tokenizer and template; ``ends`` are tokens such as `eot`, ``fields`` further ones. Returns
-    the model.
+def write_gguf(
+    path: Path, seed: int = 0, ends: dict[str, int] | None = None, named: dict[int, str] | None = None, **fields: Any
+) -> PreTrainedModel:
+    """A Llama with its tokenizer and template; ``ends`` are tokens such as `eot`, ``named`` those of others,
+    ``fields`` further ones. Returns the model.
     """
     import gguf
 
@@ -31,7 +33,7 @@ def write_gguf(path: Path, seed: int = 0, ends: dict[str, int] | None = None, **
     for name, value in fields.items():
         add = {float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string}
         add[type(value)](name.replace("__", "."), value)
-    _add_tokenizer(writer, config.vocab_size)
+    _add_tokenizer(writer, config.vocab_size, named or {})
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
@@ -52,11 +54,13 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _add_tokenizer(writer: Any, vocabulary: int) -> None:
+def _add_tokenizer(writer: Any, vocabulary: int, names: dict[int, str]) -> None:
     known = tokenizer().get_vocab()
     tokens = sorted(known, key=lambda name: known[name])
     tokens += [f"<unused{number}>" for number in range(vocabulary - len(tokens) - 1)]
     tokens.append("QZ")  # there must be a merge
+    for number, name in names.items():
+        tokens[number] = name
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)

@@ -26,6 +26,12 @@ _FILES: Final = (
     *("chat_template.json", "chat_template.jinja"),
 )
 
+GGUF_ENDS: Final = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
+)
+"""Names of tokens that llama.cpp takes for ends in any file: converters have not always told which they are."""
+
 
 def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
     """``gguf``: the file that it is in. Raises BadFolder."""
@@ -79,7 +85,10 @@ class Words:
         """Tokens that end an answer, by all that the folder's files say."""
         names = [name for name in (FILE, "config.json") if os.path.exists(join(folder, name))]
         said = [read_json(folder, name).get("eos_token_id") for name in names]
-        said += gguf_ends(folder, gguf) if gguf else []
+        if gguf:
+            said += gguf_ends(folder, gguf)
+            known = self._tokenizer.get_vocab()
+            said += [known.get(name) for name in GGUF_ENDS]
         said += [getattr(self._tokenizer, f"{end}_token_id", None) for end in ("eos", "eot", "eom")]
         tokens = [token for each in said for token in (each if isinstance(each, list) else [each])]
         return sorted({token for token in tokens if type(token) is int and 0 <= token < self._vocabulary})

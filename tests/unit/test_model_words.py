@@ -143,6 +143,13 @@ def test_a_gguf_file_s_ends_of_turns_and_messages_are_ends(tmp_path: Path) -> No
     assert words.encode("<unused1>", special=False) == [260]
 
 
+def test_ends_that_a_gguf_file_does_not_tell_are_those_that_llama_cpp_knows(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs gguf: make setup")
+    model: Any = write_gguf(tmp_path / "small.gguf", named={262: "<|im_end|>", 263: "<end_of_turn>", 264: "<|end_|>"})
+    spec = DecoderSpec(family="llama", config={"vocab_size": model.config.vocab_size}, dtype="float32", context=256)
+    assert Words(str(tmp_path), spec, "small.gguf").ends == [2, 262, 263]
+
+
 # --- sampling
 
 
