@@ -98,8 +98,8 @@ def _complex_number(arguments: Arguments) -> bool:
 
 def _names_places(arguments: Arguments) -> bool:
     index, value = arguments["index"], arguments["value"]
-    converted = not isinstance(value, torch.Tensor) or not value.is_complex() or arguments["self"].is_complex()
-    return not (index.dtype is torch.int64 and index.dim() < 2 and converted)
+    alike = not isinstance(value, torch.Tensor) or value.dtype == arguments["self"].dtype
+    return not (index.dtype is torch.int64 and index.dim() < 2 and alike)
 
 
 def _selects(arguments: Arguments) -> bool:
@@ -169,6 +169,7 @@ _TELLING: Final[dict[str, Callable[[Arguments], bool]]] = {
     **dict.fromkeys(("index_fill", "index_fill_"), _names_places),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), _too_few),
     "index_select": _selects,
+    "linspace": lambda arguments: arguments.get("dtype") is torch.bool,
     **dict.fromkeys(("add", "add_", "sub", "sub_", "rsub"), lambda arguments: arguments.get("alpha") is True),
     **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r", "stft"), _nothing),
     **dict.fromkeys(("cummax", "cummin"), _without_order),
@@ -253,6 +254,7 @@ _LOOSE: Final = _words("""
     softmax log_softmax _softmax _log_softmax softmin sort topk kthvalue addmm addmv addbmm baddbmm addr
     index_add index_add_ index_copy index_copy_ index_reduce index_reduce_ index_select
     lu linalg_lu linalg_lu_factor_ex mvlgamma im2col col2im
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 """)
 """Whose shape rules do not look at dimensions and numbers, as kernels do."""
 
