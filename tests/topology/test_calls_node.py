@@ -312,7 +312,7 @@ def test_whom_it_may_call_is_kept_changed_and_told(node: TestNode) -> None:
     dormouse("deploy", "kept", str(folder), "--call", "later")
     assert "may call called, later\n" in dormouse("status", "kept")
     assert "call.later" in dormouse("deploy", "kept", str(folder)), "it says what it keeps"
-    assert "call.later: allowed -> not there" in dormouse("deploy", "kept", str(folder), "--reset", "call.later")
+    assert "call.later: is not there any more" in dormouse("deploy", "kept", str(folder), "--reset", "call.later")
     assert "may call called\n" in dormouse("status", "kept")
     assert node.result("kept", 1) == [1, 2, 3, 1]
     assert "kept " in dormouse("requests", "called", "-n", "4"), "who has called"
