@@ -151,9 +151,10 @@ class Deploys:
             try:
                 spec = spec_of(act.name, act.entry, settled.settings, self._config.node.isolation, base)
             except ConfigError as error:
-                if before is None or not settled.kept:
+                kept = [each for each in settled.kept if each in str(error)]
+                if before is None or not kept:
                     raise
-                text = f"{error} (kept of version {before.version}: {', '.join(settled.kept)}; --reset ends that)"
+                text = f"{error} (kept of version {before.version}: {', '.join(kept)}; --reset ends that)"
                 raise ConfigError(text) from None
             if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
                 spec = structs.replace(spec, tenant=caller.tenant)

@@ -193,6 +193,8 @@ def test_a_new_deploy_keeps_options_until_it_is_told_otherwise(node: TestNode) -
         CallRefused, match=r"^max_instances is 2.* \(kept of version 5: .*max_instances.*; --reset ends"
     ):
         deploy(reset=["stateless"])
+    with pytest.raises(CallRefused, match=r"^percentile is 0.98; .* such as 98$"):
+        deploy(options={"percentile": 0.98})
     node.admin.roll_back("options", 3)
     assert served() == [70, "fast", "yes", "the secret"]
     assert [row["note"] for row in node.admin.versions("options")] == ["", "1a2b3c", ""]
