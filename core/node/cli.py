@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -49,9 +49,29 @@ from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.terminal import harmless_streams
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 
+ELSEWHERE: Final = {
+    "list": "ls", "ps": "ls", "functions": "ls", "remove": "rm", "delete": "rm", "undeploy": "rm", "start": "up",
+    "serve": "up", "stop": "down", "call": "invoke", "predict": "invoke", "log": "logs", "info": "status",
+    "versions": "history", "key": "keys", "secrets": "secret", "undrain": "gpu",
+}  # fmt: skip
+"""What other programs call commands."""
+
 
 class Commands(click.Group):
-    """Says which function may have been meant, where there is none of the name."""
+    """Says which command or function may have been meant, where there is none of the name."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from difflib import get_close_matches
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            names = [ELSEWHERE[args[0]]] if args[0] in ELSEWHERE else get_close_matches(args[0], self.commands, 2)
+            if not names or args[0].startswith("-"):
+                raise
+            raise click.UsageError(f"{error.message} (Did you mean {' or '.join(names)}?)", ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -147,7 +147,7 @@ def deploy(
 
     if [file, llm, lora].count(None) != 2:
         what = "a function's file or folder, or --llm and a language model, or --lora and an adapter"
-        if file is None and Path(name).exists():
+        if file is None and (name.endswith(".py") or Path(name).exists()):
             stem = Path(name).resolve().stem
             raise click.UsageError(f"a name comes first, for example:  dormouse deploy {stem} {name}")
         raise click.UsageError(f"name one of these: {what}")

@@ -59,14 +59,20 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @function_argument()
-@click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
+@click.argument("words", nargs=-1, metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--type", "kind", help="Content type of the request.  [default: by FILE's name, else JSON]")
 @click.option("--detach", is_flag=True, help="Do not wait: print a job's id, for `dormouse job`.")
 @click.option("--schema", is_flag=True, help="Only show what it takes and answers.")
 @json_option("Print JSON: the function, its answer and the milliseconds.")
 @pass_context
 def invoke(
-    context: CommandContext, name: str, request: str, kind: str | None, detach: bool, schema: bool, json_: bool
+    context: CommandContext,
+    name: str,
+    words: tuple[str, ...],
+    kind: str | None,
+    detach: bool,
+    schema: bool,
+    json_: bool,
 ) -> None:
     """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams; or
     bytes, to a file: > FILE.
@@ -74,11 +80,15 @@ def invoke(
     TEXT that is no JSON is said to a language model, as a user says it in a chat, and is what an embedding model makes
     an embedding of.
     """
-    if schema and (request != "null" or kind or detach):
+    if len(words) > 1:
+        shown = "'{\"x\": [1, 2]}'"
+        raise click.UsageError(f"the request is in {len(words)} words; put it in single quotes, such as {shown}")
+    if schema and (words or kind or detach):
         raise click.UsageError("--schema goes alone: it sends no request")
     if schema:
         show_json(context.client.schema(name))
         return
+    request = words[0] if words else "null"
     body = body_of(context, name, request)
     kind = _kind_of(request) if kind is None else kind
     if detach:

@@ -1180,6 +1180,16 @@ def test_parts_of_a_stream_that_fails_are_shown_with_its_error(dormouse: Any) ->
 
 def test_usage(dormouse: Any) -> None:
     assert dormouse("frobnicate").status == 2
+    assert dormouse("frobnicate").err.endswith("No such command 'frobnicate'.\n")
+    assert dormouse("lgos").err.endswith("No such command 'lgos'. (Did you mean logs or ls?)\n")
+    assert dormouse("list").err.endswith("No such command 'list'. (Did you mean ls?)\n")
+    assert set(cli.ELSEWHERE.values()) <= set(cli.cli.commands)
+    assert not set(cli.ELSEWHERE) & set(cli.cli.commands)
+    unquoted = dormouse("invoke", "f", "{x:", "[1,", "2]}")
+    assert unquoted.status == 2
+    assert unquoted.err.endswith("""the request is in 3 words; put it in single quotes, such as '{"x": [1, 2]}'\n""")
+    named = dormouse("deploy", "nothere.py")
+    assert named.err.endswith("a name comes first, for example:  dormouse deploy nothere nothere.py\n")
     assert dormouse("invoke").status == 2
     assert dormouse("--help").status == 0
 
