@@ -4,14 +4,15 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
+from difflib import get_close_matches
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from dormouse.core import exposure, tenants
+from dormouse.core import exposure, nottoml, tenants
 from dormouse.core.config import LEAST_NBYTES, YEAR_MS, NodeConfig, StartSection, TenantSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
@@ -78,7 +79,7 @@ def load_config(path: str | Path) -> NodeConfig:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        raise ConfigError(f"{path}: not TOML: {nottoml.cause(text, error)}") from error
     return parse_config(tree, str(path), text)
 
 
@@ -171,8 +172,21 @@ def _cure(message: str) -> str:
     section = re.search(r"`\$\.(\w+)(\[\.\.\.\])?`$", message)
     fields = {field.name: field.type for field in msgspec.structs.fields(NodeConfig)}
     kind = NodeConfig if section is None else TenantSection if section[2] else fields[section[1]]
-    known = msgspec.structs.fields(kind)
-    return f"; write some of {', '.join(field.encode_name for field in known if field.type is not StartSection)}"
+    known = _keys(kind)
+    found = re.search(r"unknown field `([^`]+)`", message)
+    name = "" if found is None else found[1]
+    if near := get_close_matches(name, known, 1):
+        return f"; did you mean {near[0]}? There are {', '.join(known)}"
+    if places := [f"[{each}]" for each, type_ in fields.items() if type_ is not StartSection and name in _keys(type_)]:
+        return f"; it belongs into {' or '.join(places)}"
+    return f"; write some of {', '.join(known)}"
+
+
+def _keys(kind: Any) -> list[str]:
+    """None of what is no section."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return []
+    return [field.encode_name for field in msgspec.structs.fields(kind) if field.type is not StartSection]
 
 
 def _line(text: str, message: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dormouse.core import nottoml
 from dormouse.core.config import parse_duration_ms
 from dormouse.schemas.errors import ConfigError
 
@@ -50,8 +51,8 @@ def load_prices(path: str | Path) -> Prices:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text; write prices as TOML or JSON") from error
     except (ValueError, RecursionError) as error:
-        kind = "JSON" if str(path).endswith(".json") else "TOML"
-        raise ConfigError(f"{path}: not {kind}: {error}; write lines such as gpu_s = 0.001") from error
+        why = f"JSON: {error}" if str(path).endswith(".json") else f"TOML: {nottoml.cause(text, error)}"
+        raise ConfigError(f"{path}: not {why}; write lines such as gpu_s = 0.001") from error
     return parse_prices(tree, str(path))
 
 

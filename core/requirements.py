@@ -12,6 +12,8 @@ from typing import Final
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from dormouse.core import nottoml
+
 MOST_NBYTES: Final = 32 << 10
 MOST_PROJECT_NBYTES: Final = 256 << 10
 """Of a pyproject.toml, which has more in it."""
@@ -45,7 +47,8 @@ def of_project(text: str) -> str:
     try:
         project = tomllib.loads(text.removeprefix("\ufeff")).get("project", {})
     except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
-        raise RequirementsRefused("bad_requirements", f"pyproject.toml is not TOML: {error}") from None
+        said = f"pyproject.toml is not TOML: {nottoml.cause(text, error)}"
+        raise RequirementsRefused("bad_requirements", said) from None
     if not isinstance(project, dict):
         raise RequirementsRefused("bad_requirements", "project in pyproject.toml is no table; write [project]")
     dynamic = project.get("dynamic")

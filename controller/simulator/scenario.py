@@ -24,6 +24,7 @@ from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.adapters import check_groups, read_bases
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
+from dormouse.core import nottoml
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy
 
@@ -93,13 +94,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 def load_scenario(path: str) -> Scenario:
     """Read a file. Raises ConfigError naming the file, the key and what to write."""
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a scenario file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text; write the scenario as TOML") from error
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits, and of as many brackets
-        raise ConfigError(f"{path}: not TOML: {error}; see docs/simulator.md") from error
+        raise ConfigError(f"{path}: not TOML: {nottoml.cause(text, error)}; see docs/simulator.md") from error
     return parse_scenario(tree, path)
 
 

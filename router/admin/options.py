@@ -12,6 +12,7 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
+from dormouse.core import nottoml
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
@@ -64,7 +65,7 @@ def of_file(text: str) -> Flat:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{FILE}: {error}; write it as TOML") from None
+        raise ConfigError(f"{FILE}: not TOML: {nottoml.cause(text, error)}") from None
     found: Flat = {}
     for word, value in tree.items():
         try:

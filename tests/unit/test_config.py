@@ -1,5 +1,6 @@
 """The node file: sizes, durations, defaults, and errors that name the key and its line."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -108,6 +109,29 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes, says: str) -
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("memory = 1GiB", """in 'memory = 1GiB'; text is in double quotes: memory = "1GiB\""""),
+        ("name = my node # mine", """; text is in double quotes: name = "my node\""""),
+        ("count: 1", "in 'count: 1'; TOML has NAME = VALUE"),
+        ("count =", "in 'count ='; a value is missing"),
+        ("behind_proxy = True", "; write behind_proxy = true"),
+        ("behind_proxy = off", "; write behind_proxy = false"),
+        ("count = 1,000", "; a number is written as 1000 or 0.5"),
+        ('name = "x', """in 'name = "x'"""),
+        ("[gpu", "in '[gpu'"),
+        ("a" * 100, f"in '{'a' * 60}'"),
+    ],
+)
+def test_what_is_not_toml_is_shown_with_what_toml_has(tmp_path: Path, line: str, says: str) -> None:
+    for text in (f"[node]\n{line}\n[gpu]\ncount = 1\n", f"[node]\n{line}"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(write(tmp_path, text))
+        assert re.search(r": not TOML: [^;]*\(at (line 2, column \d+|end of document)\), in ", str(caught.value))
+        assert str(caught.value).endswith(says)
+
+
 def test_the_scheduler_is_set_and_has_defaults(tmp_path: Path) -> None:
     assert parse_config({}).schedule == DEFAULT
     assert (DEFAULT.passed_over_ms, DEFAULT.passed_over_share) == (30_000, 0.1)  # nobody waits for ever
@@ -129,8 +153,13 @@ def test_files_for_models() -> None:
         (
             "[nodes]\n",
             1,
-            "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tracing, environments, tenants, schedule",
+            "`nodes`; did you mean node? There are node, gpu, sandbox, limits, record, jobs, tracing, environments, "
+            "tenants, schedule",
         ),
+        ("[node]\nprot = 1\n", 2, "`prot` - at `$.node`; did you mean port? There are name, host, port, run,"),
+        ("[gpu]\nport = 1\n", 2, "`port` - at `$.gpu`; it belongs into [node]"),
+        ("pool = 1\n", 1, "`pool`; it belongs into [gpu]"),
+        ("[other]\n", 1, "`other`; write some of node, gpu, sandbox"),
         ('[node]\nport = "high"\n', 2, "port"),
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),

@@ -114,7 +114,10 @@ def test_a_version_of_an_older_dormouse_has_what_can_be_seen_of_it() -> None:
         ("llm = true\n", "dormouse.toml:1: llm says what is deployed, so it belongs to the command"),
         ('note = "1a2b"\n', "dormouse.toml:1: note belongs to one deploy and is not kept; "),
         ("[deploy]\ndeadline = 5\n", "dormouse.toml:1: deploy is no option of a deploy;"),
-        ("deadline = \n", "dormouse.toml: Invalid value (at line 1,"),
+        (
+            "deadline = \n",
+            "dormouse.toml: not TOML: Invalid value (at line 1, column 12), in 'deadline ='; a value is missing",
+        ),
         ("#" * (17 << 10), "dormouse.toml has more than 16,384 bytes"),
     ],
 )
