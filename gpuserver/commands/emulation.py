@@ -24,8 +24,29 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return result
 
 
+def _of_dtype(name: str) -> Callable[..., torch.Tensor]:
+    """A product whose result is wider than its operands, as CUDA has it for halves."""
+    product = getattr(torch.ops.aten, name)
+
+    def call(*args: Any, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None, **numbers: Any) -> Any:
+        dtype = out_dtype or args[-1]
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        halves = tensors[-1].dtype in (torch.float16, torch.bfloat16)
+        if dtype != tensors[-1].dtype and not (halves and dtype is torch.float32):
+            raise RuntimeError("out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs")
+        wide = [tensor.to(dtype) for tensor in tensors]
+        return product.default(*wide, **numbers) if out is None else product.out(*wide, **numbers, out=out)
+
+    return call
+
+
 EMULATED: Final[dict[str, Callable[..., Any]]] = {
     "aten::histc": _histc,
     "aten::scaled_dot_product_attention": _attention,
+    **{
+        f"aten::{name}.dtype{way}": _of_dtype(name)
+        for name in ("mm", "bmm", "addmm", "baddbmm")
+        for way in ("", "_out")
+    },
 }
 """By the schema's name. Checked against the same samples as everything else in `benchmarks/coverage.py`."""

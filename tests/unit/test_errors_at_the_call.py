@@ -309,6 +309,25 @@ MIXED: dict[str, Callable[[On], Any]] = {
 }
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "mm": lambda x, to: torch.mm(x, x, **to),
+    "bmm": lambda x, to: torch.bmm(x[None], x[None], **to)[0],
+    "addmm": lambda x, to: torch.addmm(x.float() if to else x, x, x, beta=2, **to),
+    "baddbmm": lambda x, to: torch.baddbmm(x[None].float() if to else x[None], x[None], x[None], beta=2, **to)[0],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_halves_that_are_wider(loopback: Any, name: str) -> None:
+    """Which PyTorch has on CUDA only."""
+    product = PRODUCTS[name]
+    x = torch.full((2, 2), 300.0, device=CUDA).half()
+    got = product(x, {"out_dtype": torch.float32})
+    assert (got.dtype, got.tolist()) == (torch.float32, product(x.float(), {}).tolist())
+    with pytest.raises(RuntimeError):
+        product(x, {"out_dtype": torch.float64})
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_the_dtype_of_a_result_is_the_kernels(loopback: Any, name: str) -> None:
     call = MIXED[name]
