@@ -48,7 +48,7 @@ class RouterPort:
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
         self._called: dict[int, m.CallAnswered | None] = {}  # by number: calls that somebody waits for
         self._waiters: set[int] = set()  # descriptors that wake who waits, while another thread may read
-        self._main, self._main_wake = threading.get_ident(), os.eventfd(0, os.EFD_NONBLOCK)
+        self._main, self._main_wake = threading.get_ident(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.read_elsewhere: Callable[[], None] = lambda: None  # called when another thread has read a request
         self.granted = 0  # requests of the batch that the last lease is for
 
@@ -132,7 +132,7 @@ class RouterPort:
         wait for the same.
         """
         own = threading.get_ident() == self._main
-        wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK)
+        wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             while True:
                 with self.lock:

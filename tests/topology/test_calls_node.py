@@ -14,7 +14,7 @@ from dormouse.core.node import cli
 from dormouse.core.node.testing import TestNode, running_node
 
 CALLER = """
-import asyncio, threading
+import asyncio, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
@@ -66,6 +66,11 @@ def gives_up(weights):
         waits.cancel()
         return await acall("called", {"n": 5})
     return asyncio.run(both())["got"]
+
+def calls_later(weights, gate):
+    while not os.path.exists(gate):
+        time.sleep(0.02)
+    return call("called", {"n": 8})["got"]
 
 def outlives(weights):
     def goes_on():
@@ -318,3 +323,31 @@ def test_whom_it_may_call_is_kept_changed_and_told(node: TestNode) -> None:
     assert "kept " in dormouse("requests", "called", "-n", "4"), "who has called"
     refused = node.deploy("called", CALLED, call=("kept",))
     assert (refused.status, refused.code) == (409, "call_circle")
+
+
+def test_a_node_that_drains_lets_its_requests_call(node: TestNode) -> None:
+    gate = node.shared / "drains"
+    with ThreadPoolExecutor(2) as pool:
+        calls = pool.submit(asks, node, "calls_later", gate=str(gate))
+        node.wait(lambda: node.status()["functions"]["caller"]["running"] == 1, 60, "it to run")
+        drained = pool.submit(node.admin.drain)
+        try:
+            node.wait(lambda: node.status()["node"]["draining"], 60, "the drain")
+            assert node.invoke("called", {"n": 1}).code == "draining"
+            gate.touch()
+            assert calls.result() == {"n": 8}
+            assert drained.result() is True
+        finally:
+            gate.touch()
+            node.admin.drain(undo=True)
+
+
+def test_a_job_calls_and_a_version_is_called(node: TestNode) -> None:
+    begun = node.http("POST", "/functions/caller/invoke", {"do": "types"}, headers={"prefer": "respond-async"})
+    assert begun.status == 202
+    result = begun.body["result"]
+    done = node.http("GET", result, headers={"prefer": "wait=30"})
+    assert (done.status, done.body[2]) == (200, "cba")
+    version = node.status()["functions"]["called"]["version"]
+    assert asks(node, "tries", to=f"called@{version}", body={"n": 2})["got"] == {"n": 2}
+    assert asks(node, "tries", to="called@77", body=1)[2] == "unknown_function"

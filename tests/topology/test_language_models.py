@@ -387,6 +387,13 @@ def test_the_same_functions_answer_invoke(node: TestNode, model: PreTrainedModel
     answer = node.invoke("chat", body)
     assert answer.body["choices"][0]["message"]["content"] == ask(client, new=8)
     assert node.invoke("chat", {"prompt": "abc", "max_tokens": 3}).body["object"] == "text_completion"
+    calls = "from dormouse import call\ndef handle(state, request):\n    return call('chat', request)\n"
+    node.deployed("asks", calls, call=("chat",))
+    assert node.result("asks", body)["choices"] == answer.body["choices"], "of a function that calls it, too"
+    *chunks, last = node.result("asks", body | {"stream": True})
+    assert last == "[DONE]"
+    said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert said == answer.body["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("pool", ["pages", "regions"])
