@@ -175,6 +175,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     timeout_ms: int = 3_600_000  # the most that a deploy may set for requests
     extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
     extra_idle_ms: int = 30_000  # after which one of these ends
+    sessions: int = 64  # programs of `dormouse run` at once
     heartbeat_ms: int = 10_000  # after which a client that waits for an event stream hears a comment, and again
     compute_ms: int = 5_000  # how long a request computes on a GPU before others that wait may have its turn
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed

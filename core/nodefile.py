@@ -51,6 +51,7 @@ _NUMBERS: Final = {
     "limits.compute_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
     "limits.extra_instances": (0, inf, "at least 0"),
     "limits.extra_idle_ms": (1, inf, "at least 1"),
+    "limits.sessions": (0, inf, "at least 0"),
     "limits.yield_ms": (1, inf, "at least 1"),
     "limits.heartbeat_ms": (1, inf, "at least 1"),
     "limits.connections": (1, inf, "at least 1"),

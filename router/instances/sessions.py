@@ -1,7 +1,8 @@
 """`dormouse run` processes: each gets an instance's identity over RUN/t/attach and has it until its socket ends.
 
 A session is an instance whose process we did not start: it runs as the user, is trusted with nothing more than an
-instance, and is ended by closing its socket, after a word of why.
+instance, and is ended by closing its socket, after a word of why. There are ``limits.sessions`` at most. Who does not
+ask for a session has ASK_S, and there are SILENT of these.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 from typing import Any, Final, NamedTuple, Protocol
 
 from dormouse.core import procfs
+from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.policy import RequestPolicy
@@ -18,6 +20,11 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 Connection = PacketSocket[m.AttachSession, m.FromAttach]
+
+ASK_S: Final = 10.0
+"""A program asks as soon as it is connected."""
+
+SILENT: Final = 16
 
 REASON_CHARS: Final = 4000
 """Of why a session ends: it may quote what the session sent, and must fit into a packet."""
@@ -37,6 +44,7 @@ class KnownSession(NamedTuple):
 class Node(Protocol):
     """What is asked of the router."""
 
+    config: NodeConfig
     device: m.DeviceInfo | None
     instances: Instances
     leaving: bool
@@ -54,7 +62,7 @@ class Sessions:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._listener: Listener[m.AttachSession, m.FromAttach] | None = None
-        self._connections: set[Connection] = set()  # all, also before they asked
+        self._silent: dict[Connection, asyncio.TimerHandle] = {}  # which have not asked
         self._by_instance: dict[str, Connection] = {}
         self._known: dict[str, KnownSession] = {}  # of these
 
@@ -67,17 +75,29 @@ class Sessions:
         def asked(message: m.AttachSession, fds: list[int]) -> None:
             nonlocal instance
             close_all(fds)
+            if instance:
+                return
+            self._silent.pop(connection).cancel()
+            instance = self._attach(connection, message)
             if not instance:
-                instance = self._attach(connection, message)
+                connection.close()
 
         def ended() -> None:
-            self._connections.discard(connection)
+            if (timer := self._silent.pop(connection, None)) is not None:
+                timer.cancel()
             self._known.pop(instance, None)
             if self._by_instance.pop(instance, None) is not None:
                 self._node.dispatch(e.InstanceExited(instance, "ended"))
 
-        self._connections.add(connection)
+        while len(self._silent) >= SILENT:
+            self._hang_up(next(iter(self._silent)))
+        self._silent[connection] = asyncio.get_running_loop().call_later(ASK_S, self._hang_up, connection)
         connection.serve(asked, ended)
+
+    def _hang_up(self, connection: Connection) -> None:
+        """It has not asked."""
+        self._silent.pop(connection).cancel()
+        connection.close()
 
     def _attach(self, connection: Connection, message: m.AttachSession) -> str:
         """Returns the instance's name, or "" if the session was refused."""
@@ -88,6 +108,13 @@ class Sessions:
                 m.AttachRefused(text="the node has no GPU or no store at the moment; try again in a moment"),
                 [],
             )
+            return ""
+        if len(self._by_instance) >= (most := node.config.limits.sessions):
+            text = (
+                f"{len(self._by_instance)} programs of `dormouse run` are linked to it, and limits.sessions allows "
+                f"{most}; end one (`dormouse status` lists them), or raise it in the node file"
+            )
+            self._say(connection, m.AttachRefused(text=text), [])
             return ""
         name = node.policy.picture.new_name()
         try:
@@ -130,7 +157,6 @@ class Sessions:
         if connection is None:
             return False
         self._node.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
-        self._connections.discard(connection)
         self._say(connection, m.SessionEnd(text=f"this session {why}"[:REASON_CHARS]), [])
         connection.close()
         self._node.dispatch(e.InstanceExited(instance, "ended"))
@@ -146,9 +172,9 @@ class Sessions:
             text = "the node was stopped; start it again with `dormouse up`, then run the program again"
         for connection in self._by_instance.values():
             self._say(connection, m.SessionEnd(text=text), [])
-        for connection in self._connections:
             connection.close()
-        self._connections.clear()
+        for connection in [*self._silent]:
+            self._hang_up(connection)
         self._by_instance.clear()
         self._known.clear()
 

@@ -123,6 +123,9 @@ class JsonConnection(http.client.HTTPConnection):
         self.putheader("Content-Type", "application/json")
 
 
+SESSIONS = 2
+
+
 class World:
     """Everything around one router, in a thread with a loop; ``seen`` is all that was said to it."""
 
@@ -377,7 +380,7 @@ FUNCTIONS = [
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    world = World(FUNCTIONS)
+    world = World(FUNCTIONS, sessions=SESSIONS)
     try:
         yield world.ready()
     finally:
@@ -683,15 +686,37 @@ def test_the_store_and_the_executors_are_told_whose_model_it_is(world: World) ->
         assert (attach.function, attach.function_version, attach.tenant) == (fork.function, 1, "default")
 
 
-def test_a_session(world: World) -> None:
+def attached(world: World) -> tuple[PacketSocket[m.FromAttach, m.AttachSession], m.FromAttach]:
+    """As `dormouse run` does; and what it is told."""
     attach: PacketSocket[m.FromAttach, m.AttachSession] = PacketSocket.connect(world.paths.attach, m.FromAttach)
     attach.send(m.AttachSession(name="script", pid=os.getpid()))
     packet = attach.recv()
     assert packet is not None
-    attached, fds = packet
-    assert isinstance(attached, m.Attached)
-    assert len(fds) == 1
-    os.close(fds[0])
+    for fd in packet[1]:
+        os.close(fd)
+    return attach, packet[0]
+
+
+def test_more_programs_than_there_are_sessions_for(world: World) -> None:
+    linked = [attached(world) for _ in range(SESSIONS + 1)]
+    last, refused = linked.pop()
+    text = (
+        "2 programs of `dormouse run` are linked to it, and limits.sessions allows 2; end one (`dormouse status` lists"
+    )
+    assert isinstance(refused, m.AttachRefused)
+    assert refused.text == text + " them), or raise it in the node file"
+    assert last.recv() is None
+    last.close()
+    for attach, told in linked:
+        assert isinstance(told, m.Attached)
+        attach.close()
+        gone = m.InstanceGone(instance=told.instance)
+        world.wait("controller", m.InstanceGone, wanted=gone.__eq__)
+
+
+def test_a_session(world: World) -> None:
+    attach, told = attached(world)
+    assert isinstance(told, m.Attached)
     heard: list[Any] = []
     links: list[Link[m.RouterToInstance, m.InstanceToRouter]] = []
 
@@ -701,18 +726,18 @@ def test_a_session(world: World) -> None:
             world.saw("session", message)
 
         link: Link[m.RouterToInstance, m.InstanceToRouter] = Link(
-            f"{attached.directory}/router", bind=False, incoming=m.RouterToInstance, on_message=on_message
+            f"{told.directory}/router", bind=False, incoming=m.RouterToInstance, on_message=on_message
         )
         link.send(m.NeedLease(version=0))
         links.append(link)
 
     world.call(connect)
     lease = world.wait("session", m.LeaseGranted).lease
-    own = world.wait("store", m.AttachInstance, wanted=lambda said: said.instance == attached.instance)
+    own = world.wait("store", m.AttachInstance, wanted=lambda said: said.instance == told.instance)
     assert (own.function, own.function_version) == ("", 0)  # nothing of it is kept
     world.call(lambda: links[0].send(m.LeaseEnded(serial=lease.serial, version=1)))
     world.call(links[0].close)
     attach.close()
-    world.wait("controller", m.InstanceGone, wanted=lambda said: said.instance == attached.instance)
+    world.wait("controller", m.InstanceGone, wanted=lambda said: said.instance == told.instance)
     world.row("echo")  # the router has done by then what else it had to do
-    assert not Path(attached.directory).exists()
+    assert not Path(told.directory).exists()

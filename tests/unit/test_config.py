@@ -172,6 +172,7 @@ def test_files_for_models() -> None:
         ('[node]\nsharing = "all"\n', 2, "none or tenant or node"),
         ("[limits]\nextra_instances = -1\n", 2, "limits.extra_instances is -1; write at least 0"),
         ("[limits]\n\nextra_idle_ms = 0\n", 3, "limits.extra_idle_ms is 0; write at least 1"),
+        ("[limits]\nsessions = -1\n", 2, "limits.sessions is -1; write at least 0"),
         ("[limits]\nyield_ms = 0\n", 2, "limits.yield_ms is 0; write at least 1"),
         ("[limits]\nheartbeat_ms = 0\n", 2, "limits.heartbeat_ms is 0; write at least 1"),
         ("[jobs]\nkeep_ms = 0\n", 2, "jobs.keep_ms is 0; write a number from 1 to"),
