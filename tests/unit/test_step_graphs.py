@@ -82,9 +82,9 @@ def right(model: PreTrainedModel, *sequences: Sequence) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt2"])
 def test_what_is_replayed_says_what_transformers_says(family: str) -> None:
     """Sequences come and go, so that steps have one, two, three (of four) and two rows; their blocks are others."""
-    model = reference(family)
+    model = reference(family, num_hidden_layers=2)
     made, again = engine(model)
-    lengths = [(9, 24), (20, 14), (33, 8)]
+    lengths = [(9, 24), (12, 14), (18, 8)]
     begun = []
     for number, (prompt, new) in enumerate(lengths):
         begun.append(begin(made, number, prompts(number, prompt)[0], new))
@@ -94,7 +94,7 @@ def test_what_is_replayed_says_what_transformers_says(family: str) -> None:
     right(model, *begun)
     assert again.captured == 3  # of one row, of two, and of four
     assert replayed(made) == 12
-    last = begin(made, 9, prompts(9, 40)[0], 4)
+    last = begin(made, 9, prompts(9, 19)[0], 4)
     before = replayed(made)
     finish(made)
     right(model, last)
@@ -176,7 +176,7 @@ def test_longer_contexts_have_graphs_of_their_own() -> None:
 
 
 def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() -> None:
-    model = reference("llama", num_hidden_layers=2)
+    model = reference("llama", num_hidden_layers=1)
     made, _ = engine(model)
     every = [
         adapter(model, 1, only="proj"),
@@ -187,7 +187,7 @@ def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() ->
         made.bind(made.adapters.open(), each)
 
     def answered(*owners: int) -> list[Sequence]:
-        begun = [begin(made, each, prompts(9, 21)[0], 9, adapter=of) for each, of in enumerate(owners)]
+        begun = [begin(made, each, prompts(9, 7)[0], 5, adapter=of) for each, of in enumerate(owners)]
         finish(made)
         return begun
 
@@ -203,14 +203,14 @@ def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() ->
 
     before = 0
     check(NO_ADAPTER, 1, 0, 1)
-    assert replayed_since(before) == (1, 8 - AFTER - 1)
+    assert replayed_since(before) == (1, 4 - AFTER - 1)
     before = replayed(made)
     check(1, 1, 0, 0)  # the same kind of step
-    assert replayed_since(before) == (1, 8)
+    assert replayed_since(before) == (1, 4)
     made.bind(made.adapters.open(), every[2])  # to products that have a table
     before = replayed(made)
     check(2, 1, NO_ADAPTER, 0)
-    assert replayed_since(before) == (1, 8)
+    assert replayed_since(before) == (1, 4)
     made.unbind(1)
     made.adapters.close(1)
     assert made.adapters.open() == 1
@@ -218,7 +218,7 @@ def test_adapters_are_replayed_and_what_takes_their_number_or_place_is_seen() ->
     made.bind(1, every[1])
     before = replayed(made)
     check(2, 1, 1, 0)
-    assert replayed_since(before) == (1, 8)
+    assert replayed_since(before) == (1, 4)
     check(*[NO_ADAPTER] * 4)
     assert replayed_since(before)[0] == 2  # without what adapters add
     made.bind(made.adapters.open(), adapter(model, 5, only="lm_head"))
