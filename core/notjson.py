@@ -23,6 +23,9 @@ _BEGUN: Final = re.compile(rb"(?<![\w\"])(?:[ntf][a-z]*|-|/)\Z")
 _TRUNCATED: Final = "Input data was truncated"
 _CURLY: Final = tuple(quote.encode() for quote in "\u201c\u201d\u201e\u2018\u2019")
 _STRAIGHT: Final = 'its quotes are typographic; JSON has straight ones (")'
+_KEY: Final = ("expected '\"'", "object keys must be strings")
+"""Two ways of a parser to say that a name is wanted."""
+
 _COMMENT: Final = re.compile(rb"//|/\*|#")
 _WORD: Final = re.compile(rb"-?[A-Za-z_$][\w$]*")
 _WORDS: Final = {
@@ -45,10 +48,13 @@ _SIGNS: Final = {
 
 _BY_ERROR: Final = {  # where the text that is wrong need not be looked at
     "invalid escaped character": "a backslash in a text is written \\\\",
-    "invalid character in unicode escape": "\\\\u in a text has four digits behind it",
+    "invalid character in unicode escape": "\\u in a text has four digits behind it",
     "invalid number": "numbers are written as 1, 0.5 or -2e3",
     "trailing characters": "a body is one value: text is in double quotes, and several values are in [ ]",
 }
+
+_BEHIND: Final = ("trailing characters", "invalid number", "invalid character in unicode escape")
+"""The place is behind what is wrong."""
 
 AROUND_CHARS: Final = 30
 """Shown of the text that is wrong."""
@@ -61,8 +67,8 @@ def _advice(body: bytes | memoryview, error: str) -> str:
     if (found := _PLACE.search(error)) is None:
         return error
     said, at = _PLACE.sub("", error).removeprefix("JSON is malformed: "), int(found[1])
-    if said in ("trailing characters", "invalid number"):
-        at -= 1  # the place is behind it
+    if said in _BEHIND:
+        at -= 1
     if begun := _BEGUN.search(bytes(body[max(0, at - AROUND_CHARS) : at])):  # a word that begins as one of JSON's
         said, at = "invalid character", at - len(begun[0])
     rest = bytes(body[at : at + 4 * AROUND_CHARS])
@@ -79,11 +85,11 @@ def _wanted(said: str, body: bytes | memoryview, at: int, rest: bytes) -> str:
         return "leave out the quotes around it" if at == 0 and rest[1:2] in (b"{", b"[") else "JSON has double quotes"
     if rest.startswith(_CURLY):
         return _STRAIGHT
-    if said not in ("invalid character", "expected '\"'"):  # so a value has ended there
+    if said not in ("invalid character", *_KEY):  # so a value has ended there
         ends = bytes(body[at - 1 : at]) == b'"' and _WORD.match(rest)
         return 'a quote in a text is written \\"' if ends else ""
     if (word := _WORD.match(rest)) is None:
-        return _SIGNS.get(rest[:1], "names are in double quotes" if said != "invalid character" else "")
+        return _SIGNS.get(rest[:1], "names are in double quotes" if said in _KEY else "")
     if word[0] in _WORDS:
         return f"JSON writes {_WORDS[word[0]]}"
     if word[0] in _NO_NUMBERS:

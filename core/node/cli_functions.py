@@ -86,7 +86,9 @@ def invoke(
     if schema and (words or kind or detach):
         raise click.UsageError("--schema goes alone: it sends no request")
     if schema:
-        show_json(context.client.schema(name))
+        show_json(said := context.client.schema(name))
+        if said.keys() <= {"name", "version", "description"}:
+            click.echo(f"{name} does not say: give handle's request a type (docs/types.md)", err=True)
         return
     request = words[0] if words else "null"
     body = body_of(context, name, request)

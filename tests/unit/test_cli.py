@@ -271,7 +271,8 @@ class Node:
                 rows = [FUNCTION, *(FUNCTION | model for model in models)] if self.models else [FUNCTION]
                 yield a.Said(data=json.dumps({"functions": rows}).encode())
             case a.Schema(name=name):
-                yield a.Said(data=json.dumps({"function": name, "request": {"type": "integer"}}).encode())
+                schema = {} if name == "plain" else {"request": {"type": "integer"}}
+                yield a.Said(data=json.dumps({"name": name, "version": 1, **schema}).encode())
             case a.DrainGpu(gpu=gpu, undo=undo, waits=waits):
                 state = "missing" if undo else "drained" if waits else "drains"
                 yield a.Said(data=json.dumps({"gpu": gpu, "state": state, "leases": 2}).encode())
@@ -1151,8 +1152,11 @@ def test_text_is_sent_as_models_take_it(dormouse: Any, node: Node) -> None:
 
 
 def test_what_a_function_takes_is_shown(dormouse: Any, node: Node) -> None:
-    shown = {"function": "f", "request": {"type": "integer"}}
+    shown = {"name": "f", "version": 1, "request": {"type": "integer"}}
     assert json.loads(dormouse("invoke", "f", "--schema").out) == shown
+    said = dormouse("invoke", "plain", "--schema")
+    assert (json.loads(said.out), said.status) == ({"name": "plain", "version": 1}, 0)
+    assert said.err == "plain does not say: give handle's request a type (docs/types.md)\n"
     asked = len(node.asked)
     for more in (("1",), ("--detach",), ("--type", "image/png")):
         assert dormouse("invoke", "f", *more, "--schema").status == 2

@@ -2,9 +2,11 @@
 
 import gzip
 
+import msgspec
 import pytest
 
 from dormouse.client_shim.instance import codec
+from dormouse.core import notjson
 from dormouse.router.front import openai
 from dormouse.router.front.exchange import HttpError
 
@@ -46,6 +48,10 @@ _QUOTES = "names and text are in double quotes, which a shell takes away unless 
         (b"{first_key: 1}", f"""expected '"' at byte 1, 'first_key: 1}}'; {_QUOTES}: '{{"first_key": ...}}'"""),
         (b"[true_story]", f"""invalid character at byte 1, 'true_story]'; {_QUOTES}: '{{"true_story": ...}}'"""),
         (b"hello", f"""invalid character at byte 0, 'hello'; {_QUOTES}: '"hello"'"""),
+        (
+            b'"\\u12zz"',
+            """invalid character in unicode escape at byte 5, 'zz"'; \\u in a text has four digits behind it""",
+        ),
         (b"{1: 2}", """expected '"' at byte 1, '1: 2}'; names are in double quotes"""),
         ("{\u201ca\u201d: 1}".encode(), 'its quotes are typographic; JSON has straight ones (")'),
         (
@@ -93,3 +99,13 @@ def test_what_is_wrong_is_shown_with_what_json_has_there(body: bytes, why: str) 
     with pytest.raises(codec.BadRequest) as caught:
         codec.decode(body)
     assert str(caught.value) == f"the body is not JSON: {why}" + ("" if "; " in why else "; send a JSON value")
+
+
+@pytest.mark.parametrize("body", [b"{x: 1}", b"{'x': 1}", b"{1: 1}"])
+def test_another_parsers_words_for_a_name_mean_the_same(body: bytes) -> None:
+    """That of values is not that of what is only looked through."""
+    with pytest.raises(codec.BadRequest) as ours:
+        codec.decode(body)
+    with pytest.raises(msgspec.DecodeError, match="object keys must be strings") as caught:
+        msgspec.json.decode(body)
+    assert notjson.cause(body, str(caught.value)).partition("; ")[2] == str(ours.value).partition("; ")[2]
