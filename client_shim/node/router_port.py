@@ -133,16 +133,19 @@ class RouterPort:
         """
         own = threading.get_ident() == self._main
         wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        readable = self.link.waiting
         try:
             while True:
                 with self.lock:
                     self._waiters.discard(wake)
-                    while self._take(0):
-                        pass
+                    if readable and self._take(0):
+                        while self.link.waiting:
+                            self._take(0)
                     if found():
                         return
                     self._waiters.add(wake)
-                if self.link not in self.wait([self.link], FOREVER_S, wake):
+                readable = self.link in self.wait([self.link], FOREVER_S, wake)
+                if not readable:
                     with suppress(BlockingIOError):
                         os.eventfd_read(wake)
         finally:
