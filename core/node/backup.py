@@ -44,6 +44,8 @@ def back_up(state: StatePaths, to: Path, models: bool) -> dict[str, Any]:
     """``models``: also what can be had again by loading anew. Returns what is in the file. Raises DormouseError."""
     if to.exists():
         raise DormouseError(f"{to} is there; give another name, or remove it")
+    if not to.parent.is_dir():
+        raise DormouseError(f"there is no folder {to.parent}; make it, or name another place")
     if not state.catalogue.exists():
         raise DormouseError(f"{state.state} is no node's state directory: there is no {state.catalogue.name} in it")
     stage, half = state.state / _STAGE, to.with_name(to.name + ".new")

@@ -52,7 +52,7 @@ from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 ELSEWHERE: Final = {
     "list": "ls", "ps": "ls", "functions": "ls", "remove": "rm", "delete": "rm", "undeploy": "rm", "start": "up",
     "serve": "up", "stop": "down", "call": "invoke", "predict": "invoke", "log": "logs", "info": "status",
-    "versions": "history", "key": "keys", "secrets": "secret", "undrain": "gpu",
+    "versions": "history", "alias": "traffic", "key": "keys", "secrets": "secret", "undrain": "gpu",
 }  # fmt: skip
 """What other programs call commands."""
 

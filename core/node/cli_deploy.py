@@ -145,7 +145,9 @@ def deploy(
     from dormouse.core import folder, modelfolder
     from dormouse.core.node import functionfile
 
-    if [file, llm, lora].count(None) != 2:
+    if [file, llm, lora].count(None) < 2:
+        raise click.UsageError("a deploy has one of these alone: a function's file or folder, --llm, --lora")
+    if [file, llm, lora].count(None) == 3:
         what = "a function's file or folder, or --llm and a language model, or --lora and an adapter"
         if file is None and (name.endswith(".py") or Path(name).exists()):
             stem = Path(name).resolve().stem

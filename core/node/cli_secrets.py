@@ -42,6 +42,11 @@ def secret_set(context: CommandContext, name: str, file: str | None, tenant: str
         raise click.BadParameter(f"{file}: {error.strerror}", param_hint="--file") from error
     except UnicodeDecodeError as error:
         raise click.UsageError("a secret is UTF-8 text: it becomes an environment variable") from error
+    if not value.removesuffix("\n"):
+        where = file or "the standard input"
+        raise click.UsageError(
+            f"{where} is empty; give the value, such as: printf %s VALUE | dormouse secret set {name}"
+        )
     answer = context.client.set_secret(tenant, name, value.removesuffix("\n"))  # which echo and editors add
     if json_:
         show_json(answer)

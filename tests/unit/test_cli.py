@@ -923,7 +923,7 @@ def test_deploy_with_a_warning(dormouse: Any, node: Node, tmp_path: Path) -> Non
         (["--llm", "hf:../x"], "names no model"),
         (["--llm", "/nowhere"], "is not there"),
         ([], "name one of these"),
-        (["f.py", "--llm", "/nowhere"], "name one of these"),
+        (["f.py", "--llm", "/nowhere"], "a deploy has one of these alone"),
         (["f.py", "--convert"], "--convert is for language models"),
         (["f.py", "--embedding"], "--embedding is for language models"),
         (["f.py", "--tpot", "60ms"], "--tpot is for language models"),
@@ -1183,6 +1183,9 @@ def test_parts_of_a_stream_that_fails_are_shown_with_its_error(dormouse: Any) ->
 
 
 def test_usage(dormouse: Any) -> None:
+    for empty in ("--file", "/dev/null"), ("--file", os.devnull, "--tenant", "a"):
+        refused = dormouse("secret", "set", "TOKEN", *empty)
+        assert (refused.status, "printf %s VALUE | dormouse secret set TOKEN" in refused.err) == (2, True)
     assert dormouse("frobnicate").status == 2
     assert dormouse("frobnicate").err.endswith("No such command 'frobnicate'.\n")
     assert dormouse("lgos").err.endswith("No such command 'lgos'. (Did you mean logs or ls?)\n")
