@@ -66,7 +66,8 @@ def back_up(state: StatePaths, to: Path, models: bool) -> dict[str, Any]:
     except OSError as error:
         raise DormouseError(f"no backup was made: {error.filename or to}: {error.strerror}") from error
     finally:
-        half.unlink(missing_ok=True)
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
         shutil.rmtree(stage, ignore_errors=True)
     functions = len(_functions(state.catalogue))
     return said | {"file": str(to), "nbytes": to.stat().st_size, "functions": functions}

@@ -157,6 +157,8 @@ def test_nothing_is_overwritten(state: StatePaths, tmp_path: Path) -> None:
         back_up(StatePaths(tmp_path / "own"), tmp_path / "own.tar", models=False)
     with pytest.raises(DormouseError, match=r"^there is no folder /.*/nowhere; make it, or name another place$"):
         back_up(state, tmp_path / "nowhere" / "file.tar", models=False)
+    with pytest.raises(DormouseError, match=r"^no backup was made: /.*x\.new: File name too long$"):
+        back_up(state, tmp_path / ("x" * 253), models=False)
 
 
 def rewritten(file: Path, change: Callable[[tarfile.TarInfo, bytes], tuple[tarfile.TarInfo, bytes] | None]) -> Path:
