@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Mapping
 from itertools import count
-from queue import SimpleQueue
 from typing import Final
 
 from dormouse.client.errors import CallCancelled, NotThere, OutsideRequest, RequestRefused
 from dormouse.client.inside import AT_ONCE
 from dormouse.client.wire import JSON, HttpReply, ToSend
 from dormouse.client_shim.instance import context
-from dormouse.client_shim.node.router_port import RouterPort, interruptible
+from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.core.quantities import size
 from dormouse.schemas import messages as m
 
@@ -27,9 +26,6 @@ class CallWay:
     def __init__(self, router: RouterPort) -> None:
         self._router, self._pid = router, os.getpid()
         self._numbers = count(1)
-        self._places: SimpleQueue[None] = SimpleQueue()  # whose get() a signal interrupts as a whole
-        for _ in range(AT_ONCE):
-            self._places.put(None)
 
     def __call__(self, function: str, send: ToSend) -> "InstanceCall":
         """Raises OutsideRequest, NotThere, RequestRefused."""
@@ -46,34 +42,27 @@ class CallWay:
         message = m.CallFunction(
             number=number, request=request, function=function, body=send.content, kind=kind, accept=accept
         )
-        return InstanceCall(self._router, self._places, message)
+        return InstanceCall(self._router, message)
 
 
 class InstanceCall:
     """As `inside.OneCall`."""
 
-    def __init__(self, router: RouterPort, places: "SimpleQueue[None]", message: m.CallFunction) -> None:
-        self._router, self._places, self._message = router, places, message
+    def __init__(self, router: RouterPort, message: m.CallFunction) -> None:
+        self._router, self._message = router, message
         self._left = False
 
     def answer(self) -> HttpReply:
         """Raises CallCancelled, PeerLost."""
-        interruptible(self._places.get)
-        try:
-            with self._router.lock:
-                if not self._left:
-                    self._router.call(self._message)
-            answer = self._router.call_answer(self._message.number)
-        finally:
-            self._places.put(None)
+        self._router.call(self._message, AT_ONCE, lambda: self._left)
+        answer = self._router.call_answer(self._message.number)
         if answer is None:
             raise CallCancelled(503, "cancelled", "this call was given up")
         return HttpReply(answer.status, answer.headers, answer.body)
 
     def leave(self) -> None:
-        with self._router.lock:
-            self._left = True
-            self._router.leave_call(self._message.number)
+        self._left = True
+        self._router.leave_call(self._message.number)
 
 
 def _outside(forked: bool) -> str:

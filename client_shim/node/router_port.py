@@ -107,29 +107,36 @@ class RouterPort:
             (_, nbytes), self._taken = self._taken, (request, 0)
         return nbytes
 
-    def call(self, message: m.CallFunction) -> None:
-        """Send one that :meth:`call_answer` waits for."""
-        with self.lock:
-            self._called[message.number] = None
-            self.send(message)
+    def call(self, message: m.CallFunction, most: int, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Send one that :meth:`call_answer` waits for, when fewer than ``most`` are open, if it is still wanted."""
+        while True:
+            self._until(lambda: len(self._called) < most or given_up())
+            with self.lock:
+                if given_up():
+                    return
+                if len(self._called) < most:
+                    self._called[message.number] = None
+                    self.send(message)
+                    return
 
     def call_answer(self, number: int) -> m.CallAnswered | None:
         """Wait for the answer to a call; None: it was left. Raises PeerLost, RemoteProtocolError."""
         self._until(lambda: number not in self._called or self._called[number] is not None)
         with self.lock:
+            self._wake()  # there is a place
             return self._called.pop(number, None)
 
     def leave_call(self, number: int) -> None:
         """Its answer is not wanted any more, if it has not been taken."""
         with self.lock:
+            self._wake()
             if number in self._called:
                 del self._called[number]
-                self._wake()
                 self.send(m.LeaveCall(number=number))
 
     def _until(self, found: Callable[[], bool]) -> None:
-        """Wait for what a thread is to read, whichever does: all that wait read, and wake the others. Nobody else may
-        wait for the same.
+        """Wait for what a thread is to read, whichever does: all that wait read, and wake the others. Who is not the
+        only one to wait for it looks again.
         """
         own = threading.get_ident() == self._main
         wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

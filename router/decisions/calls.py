@@ -41,7 +41,7 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
     caller = p.requests.get(ticket.request or 0) if ticket is not None and runs else None
     if caller is None:
         refusal: m.Failure | None = failures.caller_over()
-    elif sum(name == instance.name for name, _ in p.calls) >= MOST:
+    elif instance.calls >= MOST:
         refusal = failures.too_many_calls(MOST)
     elif caller.depth >= DEPTH:
         refusal = failures.too_deep(DEPTH)
@@ -52,6 +52,7 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
         return True
     p.calls[key] = OpenCall(caller.number, caller.depth + 1, queueing.due_at_s(instance, caller))
     caller.calls[key] = None
+    instance.calls += 1
     if ticket is not None and (lease := ticket.lease) is not None:  # that no other request shares
         p.tell(m.CallWaits(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial))
     p.out.append(e.BeginCall(instance.name, call.number, caller.number, instance.spec, call))
@@ -94,5 +95,7 @@ def leave_orphans(p: RouterState) -> None:
 def over(p: RouterState, key: tuple[str, int]) -> None:
     """It is answered, one way or the other."""
     call = p.calls.pop(key)
+    if (instance := p.instances.get(key[0])) is not None:
+        instance.calls -= 1
     if (caller := p.requests.get(call.caller)) is not None:
         caller.calls.pop(key, None)

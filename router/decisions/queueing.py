@@ -69,6 +69,12 @@ def left_ms(p: RouterState, instance: Instance, request: Request) -> int:
     return instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
 
 
+def due_ms(p: RouterState, instance: Instance, request: Request) -> int:
+    """The same, but not longer than the request that calls it has."""
+    own_ms = left_ms(p, instance, request)
+    return own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
+
+
 def over(p: RouterState, request: Request) -> None:
     """It is answered, or begins anew: nobody waits for what it has called."""
     p.orphans += request.calls
@@ -158,10 +164,9 @@ def feed(p: RouterState, function: ServedFunction) -> None:
             continue
         request = p.requests[function.queue.popleft()]
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
-        own_ms = left_ms(p, instance, request)
-        due_ms = own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
-        beyond_ms = own_ms - due_ms
-        request.ticket = acquire(p, instance, request.number, due_ms, instance.version, beyond_ms=beyond_ms)
+        wanted_ms = due_ms(p, instance, request)
+        beyond_ms = left_ms(p, instance, request) - wanted_ms
+        request.ticket = acquire(p, instance, request.number, wanted_ms, instance.version, beyond_ms=beyond_ms)
         instance.state, instance.ticket = InstanceState.BUSY, request.ticket
     for name in function.instances if function.queue else ():
         stop(p, p.instances[name])

@@ -193,7 +193,8 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
         case Instance(state=InstanceState.IDLE, open=tickets, spec=spec) if tickets:
             open_ = [(each, p.requests[number]) for each in tickets if (number := p.tickets[each].request) is not None]
             waiting = [(each, queueing.left_ms(p, holder, request)) for each, request in open_]
-            deadline_ms = min((left_ms for _, left_ms in waiting), default=spec.deadline_ms)
+            due_ms = (queueing.due_ms(p, holder, request) for _, request in open_)
+            deadline_ms = min(due_ms, default=spec.deadline_ms)
             if spec.batch:
                 batch = m.BatchAsk(requests=waiting, most=spec.batch, wait_ms=spec.batch_wait_ms)
                 holder.own = queueing.acquire(p, holder, None, deadline_ms, version, batch)

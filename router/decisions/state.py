@@ -142,6 +142,7 @@ class Instance:
     draining: str = ""  # ends after the request it has, and why: completes "the instance ..."
     ending: str = ""  # the same, once it was told to end
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
+    calls: int = 0  # that have no answer yet
 
 
 @dataclass(slots=True)
@@ -350,6 +351,7 @@ class RouterState:
             assert not request.calls or request.phase is Phase.RUNNING, request
             assert request.calls.keys() <= self.calls.keys(), request
         for instance in self.instances.values():
+            assert instance.calls == sum(name == instance.name for name, _ in self.calls), instance
             assert (instance.ticket is not None) == (instance.state is InstanceState.BUSY), instance
         for session in self.sessions.values():
             assert session.state in (InstanceState.IDLE, InstanceState.DEAD), session

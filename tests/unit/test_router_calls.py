@@ -64,6 +64,13 @@ def test_it_is_due_when_its_caller_is() -> None:
     assert (acquire.deadline_ms, acquire.beyond_ms) == (1000, 0), "of its caller's 5000"
 
 
+def test_one_of_many_in_an_instance_is_due_then_too() -> None:
+    rig = loaded(spec("f", calls=("g",), deadline_ms=400), spec("g", concurrency=4))
+    rig.say("i1", asked(rig.run(1)))
+    arrived(rig, ("i1", 1))
+    assert one(rig.say("i2", m.NeedLease(version=1)), m.Acquire).deadline_ms == 400
+
+
 @pytest.mark.parametrize(
     ("to", "refusal"),
     [

@@ -55,7 +55,7 @@ def router(tmp_path: Path) -> Iterator[Router]:
 
 
 def asks(router: Router, number: int) -> None:
-    router.port.call(m.CallFunction(number=number, request=1, function="f", body=b""))
+    router.port.call(m.CallFunction(number=number, request=1, function="f", body=b""), 8)
     assert router.heard().number == number
 
 
@@ -120,3 +120,22 @@ def test_a_call_that_is_left_wakes_who_waits_and_its_late_answer_is_nobodys(rout
     assert answer is not None
     assert answer.number == 2
     assert router.port._called == {}
+
+
+def test_so_many_calls_are_open_and_the_next_waits_for_a_place(router: Router) -> None:
+    for number in range(8):
+        asks(router, number)
+    given_up: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        ninth = pool.submit(asks, router, 9)
+        left = pool.submit(
+            router.port.call, m.CallFunction(number=10, request=1, function="f", body=b""), 8, lambda: bool(given_up)
+        )
+        given_up.append(1)
+        router.port.leave_call(10)
+        left.result(60)
+        assert router.port.call_answer(10) is None, "it was given up, and never sent"
+        assert not ninth.done()
+        router.answers(3)
+        assert router.port.call_answer(3) is not None
+        ninth.result(60)
