@@ -66,7 +66,13 @@ class ChatTemplate:
                 text = f"the model's chat template leaves out what messages of role {said['role']!r} say"
                 raise RefusedRequest(text, "messages", "unsupported_parameter")
             made.append(said)
-        return self._made(made, add_prompt, tools)
+        text = self._made(made, add_prompt, tools)
+        printed = [said for said in made if isinstance(said["content"], list) and str(said["content"]) in text]
+        if any(said["content"] for said in printed):  # parts are wanted of other messages of its role only
+            for said in printed:
+                said["content"] = "".join(part["text"] for part in said["content"])
+            text = self._made(made, add_prompt, tools)
+        return text
 
     def _named(self, word: str) -> bool:
         return any(re.search(rf"\b{re.escape(word)}\b", text) for text in self._texts)

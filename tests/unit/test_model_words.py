@@ -244,6 +244,16 @@ def test_each_role_has_its_form(tmp_path: Path) -> None:
     assert words.template.text(messages, True, None) == "onetwohello"
 
 
+def test_parts_that_a_template_would_print_are_a_text(tmp_path: Path) -> None:
+    """Which form it wants may depend on the place, too."""
+    last = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    template = "{% for m in messages %}{% if loop.last %}" + last + "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    words = words_of(tmp_path, template)
+    assert words.template.forms["user"] == "parts"
+    messages = [{"role": "user", "content": text} for text in (LISTED, "three", "four")]
+    assert words.template.text(messages, True, None) == "onetwo;three;four;"
+
+
 def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
     words = words_of(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(RefusedRequest, match="leaves out what messages of role 'system' say"):
