@@ -136,7 +136,7 @@ def handle(state, request):
     router, own = world.stream.backend.router, context.number()
     def ask(to="called", body=b"1", **made_up):
         number = made_up.pop("number", None) or next(numbers)
-        router.call(m.CallFunction(number=number, body=body, **{"request": own, "function": to, **made_up}))
+        router.call(m.CallFunction(number=number, body=body, **{"request": own, "function": to, **made_up}), 10**9)
         return number
     def said(number):
         answer = router.call_answer(number)
