@@ -18,6 +18,7 @@ from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
+from dormouse.core.names import base_of
 from dormouse.core.secretfile import SecretFile
 from dormouse.router.access.gate import HttpGate
 from dormouse.router.access.limits import TenantLimits
@@ -92,7 +93,7 @@ class Router(Actor):
         many = most_of if config.node.tenants == "many" else None
         self._keeper = Keeper(Snapshots(self.state.functions, folder_nbytes, limits.folder_files, many))
         self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
-        self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
+        self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log), picture.functions, picture.changes)
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken, self.log)
         self._zygote = ZygoteLink(
             config.sandbox,
@@ -314,6 +315,7 @@ class Router(Actor):
                 if isinstance(message, m.Catalogue):
                     self.requests.catalogue_known.set()
                     self._versions.restore(message.functions)
+                    self._logs.restore({base_of(spec.name) for spec in message.functions})
 
     def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
         self.dispatch(e.FromInstance(name, message))

@@ -54,7 +54,7 @@ class InstanceStarts:
             self._failed(name, ": its libraries are not there for this version of torch; deploy it again")
             return
         try:
-            log = self._logs.of(spec.name)
+            log = self._logs.begin(spec.name, spec.tenant)
             secrets = self._vault.values(spec)
             variables = variables_file(spec, secrets)
         except ConfigError as error:

@@ -109,7 +109,7 @@ class Deploys:
     def _printed(self, caller: Caller, spec: FunctionSpec, data: bytes) -> None:
         """Of a build, which may last: another tenant may have the name, and the log, by now."""
         if tenancy.deploy_refusal(caller, self._picture, spec) is None:
-            self._logs.of(spec.name).write(data)
+            self._logs.begin(spec.name, spec.tenant).write(data)
 
     @property
     def adapters(self) -> str:

@@ -55,7 +55,7 @@ class LogTails:
         """
         self._permits.may(caller, act)
         picture, name = self._picture, base_of(act.name)
-        known = tenancy.sees(caller, picture, name)
+        known = tenancy.sees(caller, picture, name) and not self._logs.hides(name, caller.tenant)
         left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
         if not known and not (left and NAME.fullmatch(name) and self._logs.path(name).exists()):
             raise HttpError(queueing.absent(picture, name))

@@ -6,7 +6,7 @@ import asyncio
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -193,13 +193,54 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + ".times")
 
 
-class FunctionLogs:
-    """All of them, each opened when it is first wanted; ``path(name)`` says where. Versions of a function have one."""
+LEFT: Final = 16
+"""Logs of one tenant's deploys that came to nothing, the newest: each has its files and a descriptor."""
 
-    def __init__(self, path: Callable[[str], Path], limit_nbytes: int) -> None:
+
+class FunctionLogs:
+    """All of them, each opened when it is first wanted; ``path(name)`` says where. Versions of a function have one.
+    ``served`` and ``coming``: the functions that there are, and those that are deployed or removed now.
+    """
+
+    def __init__(
+        self,
+        path: Callable[[str], Path],
+        limit_nbytes: int,
+        served: Container[str] = (),
+        coming: Container[str] = (),
+    ) -> None:
         self.path = path
         self._limit_nbytes = limit_nbytes
+        self._served, self._coming = served, coming
         self._logs: dict[str, FunctionLog] = {}
+        self._owners: dict[str, str] = {}  # for which tenant what was printed, by name, those of the newest start last
+
+    def begin(self, name: str, tenant: str) -> FunctionLog:
+        """Something is printed for this tenant. What a deploy of another one, that came to nothing, has left is no
+        part of it. Raises OSError.
+        """
+        name = base_of(name)
+        if self._owners.get(name, tenant) != tenant and name not in self._served:
+            self.remove(name)
+        self._owners.pop(name, None)
+        self._owners[name] = tenant
+        left = [each for each, owner in self._owners.items() if owner == tenant and each not in self._served]
+        for each in left[:-LEFT]:
+            if each not in self._coming:
+                self.remove(each)
+        return self.of(name)
+
+    def hides(self, name: str, tenant: str | None) -> bool:
+        """Whether that is of a deploy of another tenant that came to nothing."""
+        name = base_of(name)
+        return tenant is not None and name not in self._served and self._owners.get(name, tenant) != tenant
+
+    def restore(self, names: Container[str]) -> None:
+        """These functions there are: other logs are nobody's any more."""
+        before, _, after = self.path("*").name.partition("*")
+        for path in self.path("*").parent.glob(f"{before}*{after}"):
+            if (name := path.name[len(before) : -len(after)]) not in names:
+                self.remove(name)
 
     def of(self, name: str) -> FunctionLog:
         """Raises OSError."""
@@ -213,6 +254,7 @@ class FunctionLogs:
         if name in self._logs or self.path(name).exists():  # it may be of before the router's start
             self.of(name).remove()
             del self._logs[name]
+        self._owners.pop(name, None)
 
     def close(self) -> None:
         for log in self._logs.values():

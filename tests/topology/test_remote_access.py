@@ -552,3 +552,29 @@ def test_d1_a_folder_from_another_machine(node: RemoteNode, tmp_path: Path) -> N
     assert send(key, "name=chat&llm=true&entry=function.py", data) == (400, "bad_request")
     assert node.remove("chat").status == 200
     assert node.remove("far").status == 200
+
+
+FAILS = """
+def load():
+    print("mine alone")
+    raise ValueError
+def handle(state, request): ...
+"""
+
+
+def test_what_a_deploy_that_came_to_nothing_has_printed_is_not_for_who_has_the_name_next(node: RemoteNode) -> None:
+    keys = [node.key(scopes=("deploy",), tenant=tenant) for tenant in ("other", "default")]
+
+    def logs() -> list[Any]:
+        answers = [node.ask("GET", "/admin/functions/fresh/logs", key) for key in keys]
+        return [
+            answer.code or answer.body.count("mine alone") + 10 * answer.body.count("loading") for answer in answers
+        ]
+
+    assert node.deploy("fresh", FAILS, tenant="other").status == 422
+    assert b"mine alone" in b"".join(node.admin.logs("fresh", 9, follow=False))
+    node.deployed("fresh", ECHO)
+    theirs, ours = (node.ask("GET", "/admin/functions/fresh/logs", key) for key in keys)
+    assert theirs.code == "unknown_function"
+    assert (ours.body.count("mine alone"), ours.body.count("loading")) == (0, 1)
+    node.remove("fresh")

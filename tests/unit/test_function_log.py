@@ -13,6 +13,7 @@ from dormouse.core.masking import NO_MASK, SecretMask
 from dormouse.router.instances.functionlog import (
     CHUNK_NBYTES,
     FOLLOWER_NBYTES,
+    LEFT,
     MOST_MARKS,
     FunctionLog,
     FunctionLogs,
@@ -291,3 +292,32 @@ def test_a_secret_between_two_writes_of_a_request_is_hidden(tmp_path: Path) -> N
     asyncio.run(scenario())
     assert b"hf_ab" not in log.tail(9)
     log.close()
+
+
+def test_of_deploys_that_came_to_nothing_a_tenant_s_newest_logs_are_kept_and_nobody_else_reads_one(
+    tmp_path: Path,
+) -> None:
+    served, coming = {"there"}, {"on-its-way"}
+    logs = FunctionLogs(lambda name: tmp_path / f"fn-{name}.log", 100, served, coming)
+
+    def there() -> list[str]:
+        return sorted(path.name[3:-4] for path in tmp_path.glob("fn-*.log"))
+
+    names = [f"n{number:02}" for number in range(LEFT + 3)]
+    for name in ("there", "on-its-way", *names, "other"):
+        logs.begin(name, "b" if name == "other" else "a").write(b"said\n")
+    assert there() == sorted(["there", "on-its-way", *names[3:], "other"])
+    logs.begin("n03", "a").write(b"again\n")
+    logs.begin("newest", "a")
+    assert "n03" in there(), "its next try"
+    assert "n04" not in there()
+    assert [logs.hides(name, "b") for name in ("n05", "other", "there", "unknown")] == [True, False, False, False]
+    assert not logs.hides("n05", None)
+    assert logs.begin("n05", "b").tail(9) == b""
+    assert logs.begin("there", "b").tail(9) == b"said\n", "its function goes on"
+    assert (logs.hides("n05", "a"), logs.hides("n05", "b")) == (True, False)
+    logs.close()
+    again = FunctionLogs(lambda name: tmp_path / f"fn-{name}.log", 100, served, coming)
+    again.restore({"there", "n06"})
+    assert there() == ["n06", "there"]
+    again.close()
