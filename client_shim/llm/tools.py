@@ -143,8 +143,11 @@ def _named(choice: Any) -> str:
     raise RefusedRequest("tool_choice is 'none', 'auto', 'required' or names a function", "tool_choice")
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """What a value of this schema is, in a grammar."""
+def json_rule(schema: dict[str, Any], field: str) -> str:
+    """What a value of this schema is, in a grammar. ``field`` has it. Raises RefusedRequest."""
+    if "x-guidance" in schema:  # how strict the library is, and for how long: not a request's to say
+        text = f"x-guidance is no part of a schema in {field}: leave it out"
+        raise RefusedRequest(text, field, "unsupported_parameter")
     return f"%json {json.dumps({'x-guidance': WHITESPACE, **schema})}"
 
 
@@ -154,7 +157,7 @@ def grammar_of(
     """Of answers that keep to ``schema``, or call tools; None if anything goes. ``special``: by text, tokens that stand
     for what is no text to the library.
     """
-    text = [] if schema is None else [f"text: {json_rule(schema)}"]
+    text = [] if schema is None else [f"text: {json_rule(schema, 'response_format')}"]
     if use is None or form is None:
         return "\n".join(["start: text", *text]) if text else None
     calls = _calls(use, form, special)
@@ -183,7 +186,8 @@ def _calls(use: ToolUse, form: ToolFormat, special: Mapping[str, int]) -> list[s
     ]
     for index, tool in enumerate(tools):
         head = json.dumps(f'"name": {json.dumps(tool.name)}, "{form.key}": ')
-        rules += [f'call{index}: "{{" {head} arguments{index} "}}"', f"arguments{index}: {json_rule(tool.parameters)}"]
+        arguments = json_rule(tool.parameters, "tools")
+        rules += [f'call{index}: "{{" {head} arguments{index} "}}"', f"arguments{index}: {arguments}"]
     if form.listed:
         more = '(", " call)*' if use.parallel else ""
         return [*rules, f'rest: "[" call {more} "]"', "calls: opening rest"]

@@ -235,6 +235,18 @@ def test_nothing_is_kept_to_where_nothing_has_to() -> None:
     assert grammar_of(None, None, None, {}) is None
 
 
+def test_how_strict_the_library_is_is_not_a_requests_to_say() -> None:
+    """It would ignore what it does not know, and take blanks without end."""
+    loose = {"type": "object", "x-guidance": {"lenient": True}}
+    with pytest.raises(RefusedRequest, match="x-guidance is no part of a schema") as raised:
+        grammar_of(None, None, loose, {})
+    assert raised.value.param == "response_format"
+    tool = {"type": "function", "function": {"name": "f", "parameters": loose}}
+    with pytest.raises(RefusedRequest, match="x-guidance is no part of a schema") as raised:
+        grammar_of(tool_use([tool], "required", None), HERMES, None, {})
+    assert raised.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "param"),
     [
