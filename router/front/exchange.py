@@ -174,7 +174,8 @@ def inference_error(failure: Failure, request_id: str) -> tuple[bytes, list[tupl
 
 def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """Body and headers of an error."""
-    kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
+    fallback = "server_error" if failure.status >= 500 else "invalid_request_error"
+    kind = "function_error" if failure.own else _TYPES.get(failure.status, fallback)
     error = {"code": failure.own or failure.code, "message": failure.text, "type": kind, "request_id": request_id}
     if failure.param:
         error["param"] = failure.param

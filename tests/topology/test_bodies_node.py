@@ -244,7 +244,8 @@ def test_a_function_says_status_headers_and_errors_for_who_has_asked(node: TestN
 
     taken = send_to(node, name, b'"error"')
     assert (taken.status, taken.code, taken.headers["retry-after"]) == (409, "taken", "7")
-    assert json.loads(taken.data)["error"]["message"] == "there is one already"
+    error = json.loads(taken.data)["error"]
+    assert (error["message"], error["type"]) == ("there is one already", "function_error")
     missing = send_to(node, name, b'"missing"')
     assert (missing.status, missing.code, missing.headers["x-seen"]) == (404, "no_such_image", "yes")
     created = send_to(node, name, b'"created"')

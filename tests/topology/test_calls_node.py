@@ -187,7 +187,7 @@ def test_many_at_once_get_their_own_answers(node: TestNode) -> None:
 @pytest.mark.parametrize(
     ("to", "body", "kind", "status", "code", "words"),
     [
-        ("called", {"refuses": 1}, "RequestRefused", 418, "teapot", "no tea"),
+        ("called", {"refuses": 1}, "FunctionRefused", 418, "teapot", "no tea"),
         ("called", {"raises": 1}, "FunctionFailed", 500, "function_raised", "ValueError: the called one's"),
         ("called", {"dies": 1}, "FunctionFailed", 502, "sandbox_died", "in the middle of the request"),
         ("called", {"large": MOST - 1}, "RequestRefused", 413, "answer_too_large", "768 KiB"),

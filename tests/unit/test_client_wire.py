@@ -20,6 +20,7 @@ from dormouse.client import (
     CallTimeout,
     ConnectionBroke,
     FunctionFailed,
+    FunctionRefused,
     NodeBusy,
     NotThere,
     OutOfRoom,
@@ -49,8 +50,8 @@ from dormouse.client.wire import (
 JSON_REPLY = {"content-type": "application/json; charset=utf-8"}
 
 
-def _failure(status: int, code: str, again: str = "") -> HttpReply:
-    error = {"code": code, "message": "no", "type": "x", "request_id": "r1", "param": "p"}
+def _failure(status: int, code: str, again: str = "", type_: str = "x") -> HttpReply:
+    error = {"code": code, "message": "no", "type": type_, "request_id": "r1", "param": "p"}
     headers = {"retry-after": again} if again else {}
     return HttpReply(status, headers, json.dumps({"error": error}).encode())
 
@@ -161,6 +162,17 @@ def test_what_may_have_run_is_sent_again_only_where_that_is_safe(came: Came, kin
 def test_what_would_fail_again_is_not_sent_again(came: Came) -> None:
     with pytest.raises(CallError):
         Played(came, GOOD, whole=True).run()
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "slowly"), (404, "gone"), (401, "unauthorized"), (0, "starting")])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_functions_own_error_is_none_of_the_nodes_and_not_sent_again(status: int, code: str, whole: bool) -> None:
+    """It has run, and may have said Retry-After."""
+    played = Played(_failure(status or 429, code, "1", "function_error"), GOOD, whole=whole)
+    with pytest.raises(FunctionRefused) as caught:
+        played.run()
+    assert (caught.value.code, caught.value.retry_after_s, len(played.sent)) == (code, 1.0, 1)
+    assert type(error_of(_failure(status, code, type_="function_error"))) is FunctionRefused
 
 
 def test_tries_are_counted_and_end_with_the_time_of_the_call() -> None:

@@ -65,6 +65,10 @@ class FunctionFailed(ApiError):
     """The function's own code raised, or met a limit; its log has the whole story."""
 
 
+class FunctionRefused(ApiError):
+    """The function ran, and answered with an error of its own: what its status and ``code`` mean, it says itself."""
+
+
 class OutOfRoom(ApiError):
     """There is no room on the GPU, the host or the disk."""
 
@@ -105,6 +109,12 @@ _BY_STATUS: Final[Mapping[int, type[ApiError]]] = {
 }
 
 
-def kind_of(status: int, code: str) -> type[ApiError]:
+OF_FUNCTION: Final = "function_error"
+"""The `type` of what a function says itself."""
+
+
+def kind_of(status: int, code: str, type_: str = "") -> type[ApiError]:
+    if type_ == OF_FUNCTION:
+        return FunctionRefused
     fallback = RequestRefused if 400 <= status < 500 else Unavailable
     return _BY_CODE.get(code) or _BY_STATUS.get(status, fallback)

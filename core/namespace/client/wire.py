@@ -12,7 +12,15 @@ from math import ceil
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
-from dormouse.client.errors import ApiError, BadAnswer, CallTimeout, ConnectionBroke, Unreached, kind_of
+from dormouse.client.errors import (
+    ApiError,
+    BadAnswer,
+    CallTimeout,
+    ConnectionBroke,
+    FunctionRefused,
+    Unreached,
+    kind_of,
+)
 
 JSON: Final = "application/json"
 NPY: Final = "application/x-npy"
@@ -72,7 +80,9 @@ class Again:
     def pause_s(self, failure: Exception, now_s: float) -> float | None:
         """How long to wait before it is sent again; None: not again."""
         if isinstance(failure, ApiError):
-            if failure.retry_after_s is None or not (self.whole or has_not_run(failure)):
+            if failure.retry_after_s is None or isinstance(failure, FunctionRefused):
+                return None
+            if not (self.whole or has_not_run(failure)):
                 return None
             least_s = failure.retry_after_s
         elif isinstance(failure, Unreached) or (self.whole and isinstance(failure, ConnectionBroke)):
@@ -196,10 +206,10 @@ def error_of(reply: HttpReply) -> ApiError | BadAnswer:
             code, message = error.split(": ", 1)
             error = {"code": code, "message": message, "request_id": reply.headers.get("x-request-id")}
         code, message = str(error["code"] or ""), str(error["message"])
-        request_id, param = str(error.get("request_id") or ""), str(error.get("param") or "")
+        request_id, param, type_ = (str(error.get(key) or "") for key in ("request_id", "param", "type"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return BadAnswer(f"an answer of status {reply.status} that is not a Dormouse node's: {reply.content[:200]!r}")
-    kind = kind_of(reply.status, code)
+    kind = kind_of(reply.status, code, type_)
     return kind(reply.status, code, message, request_id, retry_after_s(reply.headers), param)
 
 
