@@ -1,18 +1,24 @@
-"""When requests had a GPU, for the timeline: pure. Gathered while somebody watches, taken a few times a second.
+"""When requests had a GPU, for the timeline: pure. Gathered while somebody watches, taken a few times a second; what
+was before is made of the last requests that are kept anyway.
 
-A request whose executor dies begins again: it then has two spans.
+A request whose executor dies begins again: it then has two spans, of which the first is not known later.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dormouse.router.decisions import events as e
+from dormouse.router.front.recent import Past
 
 MOST: Final = 256
 """Spans between two takings; more are counted only."""
 
 MOST_OPEN: Final = 4096
+
+BEFORE_S: Final = 60.0
+"""That the timeline shows."""
 
 
 @dataclass(slots=True)
@@ -71,10 +77,7 @@ class Spans:
             case e.Answer(timing=timing):
                 word = "ok"
                 span.source = timing.source or span.source
-                if timing.first is not None:
-                    span.copied_s = span.begun_s + min(timing.first.wake_us / 1e6, now_s - span.begun_s)
-                elif timing.copy_s is not None:
-                    span.copied_s = min(span.begun_s + timing.copy_s, now_s)
+                span.copied_s = _copied_s(timing, span.begun_s, now_s)
         self._end(outcome.request, span, now_s, word)
 
     def _end(self, request: int, span: GpuSpan, now_s: float, word: str) -> None:
@@ -95,3 +98,27 @@ class Spans:
         spans, dropped = [*self._ended, *(span for _, span in fresh)], self._dropped
         self._ended, self._dropped = [], Counter()
         return spans, dropped
+
+
+def before(past: Iterable[tuple[str, Past]], at: float, now_s: float) -> list[list[Any]]:
+    """As told, oldest first, of requests that are over with their functions: the newest. Their numbers are below 0, so
+    that they are nobody else's. ``at`` is ``now_s`` of the Unix clock.
+    """
+    newest = sorted((each for each in past if each[1].timing.gpu >= 0), key=lambda each: each[1].at)[-MOST:]
+    spans = []
+    for number, (function, each) in enumerate(newest, -len(newest)):
+        timing, ended_s = each.timing, now_s - max(0.0, at - each.at)
+        begun_s, queue_s = ended_s - timing.run_s, timing.queue_s + timing.wait_s
+        copied_s = _copied_s(timing, begun_s, ended_s)
+        span = GpuSpan(
+            number, function, "", timing.gpu, begun_s, timing.source, queue_s, copied_s, ended_s, each.outcome
+        )
+        spans.append(span.told())
+    return spans
+
+
+def _copied_s(timing: e.Timing, begun_s: float, ended_s: float) -> float | None:
+    """When its model had come, if that is known: no later than its end, whatever an instance says."""
+    if timing.first is not None:
+        return begun_s + min(timing.first.wake_us / 1e6, ended_s - begun_s)
+    return None if timing.copy_s is None else min(begun_s + timing.copy_s, ended_s)

@@ -17,7 +17,7 @@ import orjson
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.dashboard.rows import NodeView, difference, view
-from dormouse.router.dashboard.spans import GpuSpan, Spans
+from dormouse.router.dashboard.spans import BEFORE_S, GpuSpan, Spans, before
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import Phase, Request, RouterState
 from dormouse.router.front.exchange import HttpError
@@ -223,12 +223,15 @@ class Sampler:
             return
         parts = ("node", "problems", "store", "gpus", "functions", "minutes")
         seen = {part: getattr(group.seen, part) for part in parts}
+        at, now_s = time.time(), time.monotonic()
+        spans = before(self._node.requests.since(group.caller, at - BEFORE_S), at, now_s)
         for watcher in behind:
             told = seen | {
                 "whole": group.whole,
                 "rights": sorted(watcher.caller.rights),
                 "missed": watcher.missed or 0,
-                "now": time.monotonic(),
+                "now": now_s,
+                "spans": spans,
                 "since": self._node.requests.since_s,
             }
             if watcher.write(frame("snapshot", told)):

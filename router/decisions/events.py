@@ -190,6 +190,7 @@ class Timing:
     copy_s: float | None = None
     began: bool = False  # it was handed to an instance
     version: int = 0  # of the function that this instance has
+    gpu: int = -1  # of its lease, or of its language model's seat
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def put_back(p: RouterState, function: ServedFunction, request: Request) -> None
     """Into the queue, which is in order of arrival."""
     over(p, request)
     request.phase, request.ticket, request.lost, request.first = Phase.QUEUED, 0, False, None
-    request.source, request.copy_s = "", None
+    request.source, request.copy_s, request.gpu = "", None, -1
     function.queue.insert(bisect_left(function.queue, request.number), request.number)
     if function.spec.stateless:
         p.crowded[function.spec.name] = None

@@ -118,6 +118,7 @@ def granted(
     request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
     request.source, request.version = source, p.instances[ticket.instance].spec.version
+    request.gpu = lease.gpu
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
     p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
@@ -254,6 +255,7 @@ def begun(p: RouterState, instance: Instance, first: m.AnswerBegun) -> bool:
         request = p.requests[ticket.request]
         request.first = first
         request.source = "" if seat is None else seat.source if cold else "gpu"
+        request.gpu = -1 if seat is None or seat.lease is None else seat.lease.gpu
     return True
 
 

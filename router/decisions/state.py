@@ -68,6 +68,7 @@ class Request:
     untaken_nbytes: int = 0  # of that, what the instance was not told to be taken
     moved_s: float = 0.0  # when a part of it last came, or was taken
     version: int = 0  # of its function that it was last handed to
+    gpu: int = -1  # RUNNING: of its lease
     depth: int = 0  # of how many calls it is the last; 0: a client's
     due_s: float = inf  # the deadline of the request that calls it
     calls: dict[tuple[str, int], None] = field(default_factory=dict)  # RUNNING: that have no answer yet
@@ -92,6 +93,7 @@ class Request:
             copy_s=self.copy_s,
             began=True,
             version=self.version,
+            gpu=self.gpu,
         )
 
 

@@ -3,6 +3,7 @@ many good ones, and those that were turned away, do not push out the few that ar
 """
 
 from collections import deque
+from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple
 
 from dormouse.router.decisions.events import Timing
@@ -79,6 +80,10 @@ class LastRequests:
         if kept is None:
             kept = self._kinds[kind] = deque(maxlen=LAST)
         kept.append(past)
+
+    def since(self, at: float) -> list[Past]:
+        """Of the last ones, newest first."""
+        return list(takewhile(lambda past: past.at >= at, reversed(self._kinds[""])))
 
     def of(self, kind: Kind) -> list[Past]:
         """Oldest first."""

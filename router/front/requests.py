@@ -187,6 +187,11 @@ class Requests:
         now_s = time.monotonic()
         return {"now": now_s, "since": self.since_s, "minutes": together(rings, now_s)}
 
+    def since(self, caller: Caller, at: float) -> list[tuple[str, Past]]:
+        """The last requests that are over since then, of the Unix clock, with their functions."""
+        seen = [(name, stats) for name, stats in self.stats.items() if caller.sees(name, stats.tenant)]
+        return [(name, past) for name, stats in seen for past in stats.last.since(at)]
+
     def forget(self, function: str) -> None:
         """It is not served any more."""
         self.stats.pop(function, None)

@@ -98,6 +98,11 @@ def test_a_snapshot_and_then_what_changes(node: TestNode) -> None:
             pass
         assert (span[1], span[2], span[7]) == ("a", 0, "ok")
         assert span[3] <= span[5]
+        with Stream(node) as late:
+            told = late.next()[1]
+        ended = told["spans"][-1]
+        assert (ended[0], ended[1:3], ended[7]) == (-1, ["a", 0], "ok"), "also to who comes later"
+        assert ended[3] <= ended[5] <= told["now"]
         assert stream.until("functions")["a"]["requests"] == 1
         node.deployed("b", FUNCTION)
         while "b" not in (rows := stream.until("functions")):
@@ -245,7 +250,8 @@ def test_keys_and_tenants() -> None:
         named = node.admin.create_key(Wish(scopes=("deploy",), functions=("their*",), tenant="theirs"))["key"]
         for holder, failed in ((key, 1), (named, 1), (whole, 2)):
             with Stream(node, holder) as stream:
-                assert summed(stream.until("minutes", "snapshot")) == [0, 0, failed, 0]
+                _, told = stream.next()
+                assert (summed(told["minutes"]), len(told["spans"])) == ([0, 0, failed, 0], failed)
         mine = {"Authorization": f"Bearer {key}"}
         assert summed(node.http("GET", "/admin/functions/ours/minutes", headers=mine).body["minutes"]) == [0, 0, 1, 0]
         assert node.http("GET", "/admin/functions/theirs/minutes", headers=mine).code == "unknown_function"

@@ -142,6 +142,11 @@ def test_the_last_hour_is_there_when_the_page_is_opened_and_goes_on(node: TestNo
     with shown(node, window) as page:
         page.wait(lambda: f"{failed + 1} failed" in page.text("#hour [data-hour]"), "what has failed before")
         assert "since the router's start; before that nothing is known" in page.text("#hour [data-hour]")
+        spans = page.run(
+            "const told = document.querySelector('[data-timeline]').dataset; return [told.spans, told.before]"
+        )
+        assert (spans[0], int(spans[1]) > 0) == ("0", True)
+        assert page.text("[data-timeline]").endswith(f"; {spans[1]} of the last ones before it")
         shown_ = page.run(bars % "#hour")
         assert len(shown_) == 60
         assert shown_[0][0] == "s-gap"

@@ -18,11 +18,12 @@ from dormouse.router.access.access import ANYBODY, Caller
 from dormouse.router.dashboard import pages, watch
 from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.rows import MOST_PROBLEMS, TEXT, NodeView, difference, view
-from dormouse.router.dashboard.spans import MOST, GpuSpan, Spans
+from dormouse.router.dashboard.spans import MOST, GpuSpan, Spans, before
 from dormouse.router.dashboard.watch import OF_ONE, OF_TENANTS, Sampler, Watcher
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
+from dormouse.router.front.recent import Past
 from dormouse.schemas import messages as m
 
 
@@ -175,6 +176,25 @@ def test_more_requests_than_a_person_can_see_are_counted() -> None:
     assert [len(spans.taken()[0]) for _ in range(3)] == [MOST, 5, 0], "what goes on can be told later"
 
 
+def test_what_was_before_is_told_of_the_last_requests() -> None:
+    def past(at: float, outcome: str = "ok", **timing: Any) -> Past:
+        return Past(at, "r", "t", outcome, e.Timing(**timing), False)
+
+    known = [
+        ("a", past(1000.0, run_s=2.0, queue_s=0.25, wait_s=0.25, source="host", copy_s=0.5, gpu=1)),
+        ("b", past(990.0, "function_raised", run_s=4.0, source="gpu", gpu=0)),
+        ("a", past(995.0, run_s=1.0)),  # it has had no GPU
+        ("a", past(1001.0, run_s=1.0, copy_s=9.0, gpu=0)),  # the clock was set back meanwhile
+    ]
+    assert before(known, 1000.0, 50.0) == [
+        [-3, "b", 0, 36.0, None, 40.0, "gpu", "function_raised", 0.0],
+        [-2, "a", 1, 48.0, 48.5, 50.0, "host", "ok", 0.5],
+        [-1, "a", 0, 49.0, 50.0, 50.0, "", "ok", 0.0],
+    ]
+    many = before((("a", past(float(at), gpu=0)) for at in range(MOST + 5)), 300.0, 300.0)
+    assert [many[0][0], many[0][5], many[-1][0], len(many)] == [-MOST, 5.0, -1, MOST]
+
+
 # --- those who watch
 
 
@@ -186,12 +206,18 @@ class World:
     def __init__(self) -> None:
         self.picture = RouterState(4, 64, "1-")
         self.minutes: dict[str, list[int]] = {}
+        self.past: list[tuple[str, Past]] = []
         told = {"now": 0.0, "since": 5.0, "minutes": self.minutes}
-        self.requests: Any = SimpleNamespace(watcher=None, since_s=5.0, minutes=lambda caller: copy.deepcopy(told))
+        self.requests: Any = SimpleNamespace(
+            watcher=None, since_s=5.0, minutes=lambda caller: copy.deepcopy(told), since=self._since
+        )
         self.samples = 0
         self.said = status("shop-a", "other-b")
         self.revoked: set[Caller] = set()
         self.sampler = Sampler(self, self._status, lambda caller: caller not in self.revoked)
+
+    def _since(self, caller: Caller, at: float) -> list[tuple[str, Past]]:
+        return [(name, past) for name, past in self.past if caller.sees(name, name.partition("-")[0]) and past.at >= at]
 
     async def _status(self) -> dict[str, Any]:
         self.samples += 1

@@ -28,6 +28,14 @@ def test_those_that_are_looked_for_outlive_many_good_ones() -> None:
     assert LastRequests().of("cold") == []
 
 
+def test_those_since_a_time_are_the_newest_first() -> None:
+    last = LastRequests()
+    for number in range(5):
+        last.add(_past(number, "function_raised" if number == 3 else "ok"))
+    assert [past.id for past in last.since(1002.0)] == ["r4", "r3", "r2"]
+    assert LastRequests().since(0.0) == []
+
+
 def test_what_is_said_of_one() -> None:
     assert _past(7, source="host", late=True).told("f", True) == {
         "function": "f",

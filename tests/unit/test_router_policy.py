@@ -24,7 +24,7 @@ def test_a_request_from_arrival_to_answer() -> None:
     rig.now_s += 0.25
     actions = rig.say("i1", m.Returned(request=acquire.request, body=b"2", nbytes=0))
     answer = one(actions, e.Answer)
-    assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3, began=True, version=1)
+    assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3, began=True, version=1, gpu=0)
     assert one(actions, m.Answered) == m.Answered(request=acquire.request, used=True)
     assert rig.policy.picture.tickets == {}
     assert rig.after(3600) == []
@@ -132,7 +132,7 @@ def test_d17_a_request_that_nobody_waits_for_may_finish() -> None:
     rig = loaded()
     ticket = rig.run()
     rig.after(2.5)
-    assert rig.do(e.RequesterLeft(1)) == [e.Drop(1, e.Timing(run_s=2.5, began=True, version=1))]
+    assert rig.do(e.RequesterLeft(1)) == [e.Drop(1, e.Timing(run_s=2.5, began=True, version=1, gpu=0))]
     assert rig.after(10 * SILENT_S) == []
     assert said(rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0)), e.Answer) == []
     assert rig.state("i1") is InstanceState.IDLE

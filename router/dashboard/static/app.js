@@ -18,7 +18,7 @@ let connected = false, drawn = true;
 function event(name, value) {
   if (name === "snapshot") {
     for (const part of ["node", "problems", "store", "gpus", "functions", "whole", "rights"]) state[part] = value[part];
-    parts.timeline.clock(value.now);
+    parts.timeline.clock(value);
     parts.hour.all(value);
     parts.gpus.all(state);
     functions.all(state.functions);

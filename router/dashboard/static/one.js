@@ -60,7 +60,6 @@ export class One {
         h("div", {}, h("h3", {}, "Try it"), this.form),
         h("div", {}, h("h3", {}, "Last errors"), this.errors)),
       h("h3", {}, "Log"), this.logSays, this.log);
-    this.draw();
     this.again();
     this.title.focus();
   }

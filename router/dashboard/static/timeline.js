@@ -45,11 +45,11 @@ export class Timeline {
     this.request();
   }
 
-  clock(now_s) {
+  clock({ now, spans }) {
     this.spans.clear(); // of before: a router that was started anew has another clock, and what was open has ended
-    this.ahead_s = now_s - performance.now() / 1000;
-    this.since_s = now_s; // of what was before nothing is known but what runs still
-    this.request();
+    this.ahead_s = now - performance.now() / 1000;
+    this.since_s = now; // of what was before, the last requests of each function are known, with numbers below 0
+    this.add({ now, spans, dropped: 0 });
   }
 
   get now_s() {
@@ -116,7 +116,7 @@ export class Timeline {
     const now_s = this.now_s, from_s = now_s - WINDOW_S;
     const { rows, placed } = this.placed(from_s, now_s);
     const order = [...rows.keys()].sort((a, b) => a - b), tops = new Map();
-    const since_s = Math.max(from_s, Math.min(now_s, this.since_s ?? now_s)); // before it nobody watched
+    const since_s = Math.max(from_s, Math.min(now_s, this.since_s ?? now_s)); // before it not all is known
     let height = TOP;
     for (const gpu of order) {
       tops.set(gpu, height);
@@ -176,7 +176,9 @@ export class Timeline {
 
   say(placed) {
     const chosen = this.spans.get(this.chosen);
-    this.told.dataset.spans = String(placed.length);
+    const watched = placed.filter(([span]) => span.number > 0), before = placed.length - watched.length;
+    this.told.dataset.spans = String(watched.length);
+    this.told.dataset.before = String(before);
     if (chosen !== undefined) {
       const span = chosen, end_s = span.ended ?? this.now_s;
       const copied = span.copied === null ? "" : `, model there after ${ms((span.copied - span.begun) * 1000)}`;
@@ -187,13 +189,13 @@ export class Timeline {
       return;
     }
     const counts = {};
-    for (const [span] of placed) counts[span.source || "unknown"] = (counts[span.source || "unknown"] ?? 0) + 1;
+    for (const [span] of watched) counts[span.source || "unknown"] = (counts[span.source || "unknown"] ?? 0) + 1;
     const parts = Object.entries(counts).map(([source, count]) => `${count} ${SOURCES[source] ?? "from a place not known"}`);
-    const running = placed.filter(([span]) => span.ended === null).length;
+    const running = watched.filter(([span]) => span.ended === null).length;
     const watched_s = Math.max(0, Math.min(WINDOW_S, Math.floor(this.now_s - (this.since_s ?? this.now_s))));
     const during = watched_s < WINDOW_S ? `the ${watched_s} s that this page has watched` : `${WINDOW_S} s`;
-    text(this.told, `${placed.length} request${placed.length === 1 ? "" : "s"} in ${during}` + (parts.length ? `: model ${parts.join(", ")}` : "") +
-      (running ? `; ${running} running` : "") + (this.dropped ? `; ${this.dropped} more were too many to show` : ""));
+    text(this.told, `${watched.length} request${watched.length === 1 ? "" : "s"} in ${during}` + (parts.length ? `: model ${parts.join(", ")}` : "") +
+      (running ? `; ${running} running` : "") + (before ? `; ${before} of the last ones before it` : "") + (this.dropped ? `; ${this.dropped} more were too many to show` : ""));
   }
 
   point(event) {
