@@ -29,6 +29,7 @@ from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import follows, read_header
 from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
+from dormouse.schemas.messages import Place
 
 T = TypeVar("T")
 
@@ -345,9 +346,18 @@ class Compute:
         table = lease.instance.interpreter.table
         try:
             for number, place in zip(order.storages, order.places, strict=True):
-                table.restore(number, self.device.read_back(place.slab, place.offset, place.nbytes))
+                table.restore(number, self._read_back(place))
         except (torch.OutOfMemoryError, DeviceError) as error:
             self.orders.skipped.add(lease.serial)  # what it has sent since needs what did not come back
             self._post(e.SeatReturned(lease.serial, self._use(), str(error)))
             return
         self._post(e.SeatReturned(lease.serial, self._use()))
+
+    def _read_back(self, place: Place) -> torch.UntypedStorage:
+        """As for what an operation makes, idle models leave for it."""
+        try:
+            return self.device.read_back(place.slab, place.offset, place.nbytes)
+        except torch.OutOfMemoryError:
+            if self.relieve() is not None:
+                raise
+        return self.device.read_back(place.slab, place.offset, place.nbytes)

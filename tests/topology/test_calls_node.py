@@ -35,9 +35,9 @@ def handle(weights, request):
 
 def fills(weights, n):
     "What it keeps on the GPU while it calls leaves no room for another model."
-    kept = weights[:900_000] + n
+    kept = [weights[:900_000] + n, weights[:900_000] - n]
     answer = call("called", {"n": n})
-    return [kept.sum().item(), answer]
+    return [kept[0].sum().item(), kept[1].sum().item(), answer]
 
 def tries(weights, to, body):
     try:
@@ -166,7 +166,8 @@ def outcomes(node: TestNode, name: str) -> dict[str, str]:
 
 def test_one_gpu_serves_both_though_it_has_room_for_one(node: TestNode) -> None:
     for n in range(3):
-        assert asks(node, "fills", n=n) == [900_000.0 * (2 + n), {"got": {"n": n}, "sum": 3.0 * (1 << 20)}]
+        own = [900_000.0 * (2 + n), 900_000.0 * (2 - n)]
+        assert asks(node, "fills", n=n) == [*own, {"got": {"n": n}, "sum": 3.0 * (1 << 20)}]
 
 
 def test_answers_are_what_a_client_gets(node: TestNode) -> None:
