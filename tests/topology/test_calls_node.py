@@ -144,6 +144,19 @@ def handle(state, request):
     return eval(request, globals() | locals())
 """
 
+LINK = """
+import torch
+from dormouse import call
+
+def load():
+    return (NUMBER * torch.ones(1 << 20)).to("cuda")
+
+def handle(weights, n):
+    kept = [weights[:900_000] + n, weights[:900_000] - n]
+    below = call(BELOW, n) if BELOW else []
+    return [kept[0].sum().item(), kept[1].sum().item(), *below]
+"""
+
 MOST = 768 << 10
 
 
@@ -168,6 +181,22 @@ def test_one_gpu_serves_both_though_it_has_room_for_one(node: TestNode) -> None:
     for n in range(3):
         own = [900_000.0 * (2 + n), 900_000.0 * (2 - n)]
         assert asks(node, "fills", n=n) == [*own, {"got": {"n": n}, "sum": 3.0 * (1 << 20)}]
+
+
+def test_chains_that_fill_the_gpu_at_each_step_end_with_their_own_values(node: TestNode) -> None:
+    """Many at once, begun at each of the links: each holds an instance, and as much of the GPU as there is."""
+    for number in (3, 2, 1):
+        below = f"link{number + 1}" if number < 3 else ""
+        source = LINK.replace("NUMBER", str(number)).replace("BELOW", repr(below))
+        node.deployed(f"link{number}", source, call=(below,) if below else ())
+
+    def right(n: int) -> bool:
+        first = n % 3 + 1
+        wanted = [900_000.0 * (link + sign * n) for link in range(first, 4) for sign in (1, -1)]
+        return bool(node.result(f"link{first}", n) == wanted)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(right, range(18)))
 
 
 def test_answers_are_what_a_client_gets(node: TestNode) -> None:
