@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from dormouse.core.errortext import HINT
 from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, ended_as_it_likes, failure, json_option, pass_context
 from dormouse.core.node.cli_requests import as_told
@@ -99,7 +100,13 @@ def invoke(
         return
     began = time.perf_counter()
     pieces = context.client.stream(name, body, kind)
-    kind, first = next(pieces, ("", b""))
+    try:
+        kind, first = next(pieces, ("", b""))
+    except CallRefused as error:
+        if words or error.code not in ("function_raised", "invalid_request"):
+            raise
+        text = f"{error}\n{HINT}no request was written, so it was null"
+        raise CallRefused(error.status, error.code, text, error.of_function) from error
     if kind:
         show_stream(name, kind, chain((first,), (piece for _, piece in pieces)), json_, began)
         return

@@ -240,6 +240,9 @@ class Node:
             case a.Invoke(name="own"):
                 yield a.Refused(status=404, code="unknown_function", text="no user 7; ask later", of_function=True)
                 return
+            case a.Invoke(name="raises"):
+                yield a.Refused(status=500, code="function_raised", text=TRACEBACK.strip())
+                return
             case a.Invoke(name="breaks"):
                 for data in (b'data: {"a": 1}\n\nda', b"ta: two\n\n"):
                     yield a.Said(data=data, kind="text/event-stream")
@@ -1168,6 +1171,13 @@ def test_a_functions_own_error_is_no_refusal_of_the_nodes(dormouse: Any) -> None
     assert (result.status, result.err) == (1, "dormouse: unknown_function: no user 7; ask later\n")
     said = json.loads(dormouse("invoke", "own", "--json").out)
     assert said == {"error": {"code": "unknown_function", "message": "no user 7; ask later", "hint": None}}
+
+
+def test_who_has_written_no_request_is_told_what_was_sent(dormouse: Any) -> None:
+    assert dormouse("invoke", "raises", "1").err == f"dormouse: function_raised: {TRACEBACK}"
+    result = dormouse("invoke", "raises", "--json")
+    assert result.err == f"dormouse: function_raised: {TRACEBACK}dormouse: no request was written, so it was null\n"
+    assert json.loads(result.out)["error"]["hint"] == "no request was written, so it was null"
 
 
 def test_parts_of_a_stream_that_fails_are_shown_with_its_error(dormouse: Any) -> None:
