@@ -24,6 +24,7 @@ from dormouse.core.node import (
     cli_dev,
     cli_functions,
     cli_gpu,
+    cli_invoke,
     cli_keys,
     cli_node,
     cli_offline,
@@ -115,7 +116,7 @@ for command in (
     *(
         cli_deploy.deploy,
         cli_functions.ls,
-        cli_functions.invoke,
+        cli_invoke.invoke,
         cli_functions.logs,
         cli_functions.rm,
         cli_functions.restart,

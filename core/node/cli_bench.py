@@ -38,7 +38,7 @@ def bench(context: CommandContext, name: str, request: str, rate: float, duratio
     """
     from dormouse.core.config import parse_duration_ms
     from dormouse.core.node import load
-    from dormouse.core.node.cli_functions import body_of
+    from dormouse.core.node.cli_invoke import body_of
 
     client = context.client
     row = next((row for row in client.functions() if row["name"] == name), None)
