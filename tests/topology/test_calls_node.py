@@ -295,7 +295,7 @@ def test_what_code_makes_up_calls_nobody(node: TestNode) -> None:
 @pytest.mark.parametrize(
     "attack",
     [
-        "[ask('caller', number=7) for _ in range(2)], said(7)",  # it is to be submitted, and has a number twice
+        """[ask(number=7, body=b'{"waits": 1}') for _ in range(2)], said(7)""",  # a number twice
         "said(ask(body=b'x' * (900 << 10)))",
         "said(ask(function=7))",
         "said(ask(function='x' * (1 << 20)))",
@@ -303,7 +303,7 @@ def test_what_code_makes_up_calls_nobody(node: TestNode) -> None:
     ],
 )
 def test_what_no_shim_says_ends_its_instance(node: TestNode, attack: str) -> None:
-    node.deployed("hostile", HOSTILE, call=("caller",))
+    node.deployed("hostile", HOSTILE, call=("called",))
     answer = node.invoke("hostile", attack)
     assert (answer.status, answer.code) == (502, "sandbox_died")
     assert "broke the protocol" in answer.message
@@ -312,9 +312,21 @@ def test_what_no_shim_says_ends_its_instance(node: TestNode, attack: str) -> Non
 
 def test_a_flood_of_calls_ends_its_instance(node: TestNode) -> None:
     node.deployed("hostile", HOSTILE, call=("called",))
-    found = node.result("hostile", "[said(each) for each in [ask() for _ in range(40)]]")
-    codes = [json.loads(text)["error"]["code"] if status == 429 else status for status, text in found]
-    assert codes == [200] * 32 + ["too_many_calls"] * 8
+    gate = node.shared / "flood"  # until then none of them is answered
+    waits = json.dumps({"waits": str(gate)}).encode()
+    reads = (
+        "[[said(each) for each in asked[32:]], print('refused', flush=True), [said(each)[0] for each in asked[:32]]]"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        attack = f"(lambda asked: {reads})([ask(body={waits!r}) for _ in range(40)])"
+        found = pool.submit(node.result, "hostile", attack)
+        try:
+            node.wait(lambda: "refused" in node.log_of("hostile"), 60, "those that are too many to be refused")
+        finally:
+            gate.touch()
+        refused, _, answered = found.result()
+    assert [(status, json.loads(text)["error"]["code"]) for status, text in refused] == [(429, "too_many_calls")] * 8
+    assert answered == [200] * 32
     answer = node.invoke("hostile", "[ask() for _ in range(3000)]")
     assert (answer.status, answer.code) == (502, "sandbox_died")
     assert "does not read" in answer.message
