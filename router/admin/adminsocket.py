@@ -157,7 +157,8 @@ class AdminSocket:
                 finally:
                     close_all(fds)
                 await _say(connection, a.Taken())
-            with self._admin.logs.printed(act.name) if act.logs else nullcontext() as printed:
+            shows = self._admin.logs.printed(act.name, deploying.upload.tenant) if act.logs else nullcontext()
+            with shows as printed:
                 finishing = asyncio.ensure_future(deploying.finish())
                 try:
                     if printed is not None:

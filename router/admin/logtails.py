@@ -40,9 +40,9 @@ class LogTails:
         self._following: Counter[str] = Counter()  # by owner; "": who sees the whole node
 
     @contextmanager
-    def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:
-        """What is printed under this name meanwhile; for who deploys it at the node, where few are at once."""
-        log = self._logs.of(name)
+    def printed(self, name: str, tenant: str) -> Iterator[asyncio.Queue[bytes]]:
+        """What is printed under this name meanwhile, for who deploys it at the node, where few are at once."""
+        log = self._logs.begin(name, tenant)
         news = log.follow()
         try:
             yield news

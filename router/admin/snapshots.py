@@ -194,7 +194,7 @@ class Upload:
         self.tree = snapshots.tree(name, snapshot)
         self._place = self.tree / below
         self._snapshots = snapshots
-        self._tenant = tenant
+        self.tenant = tenant
         self._folders: set[str] = set()
         self._files = 0
         self._nbytes = 0
@@ -227,7 +227,7 @@ class Upload:
         with _as_refusals(name):
             _make_directory(path.parent)
             small = 0 if nbytes >= BLOB_NBYTES else max(BLOCK_NBYTES, nbytes)
-            self._snapshots.charge(self.tree, self._tenant, BLOCK_NBYTES * made + small)
+            self._snapshots.charge(self.tree, self.tenant, BLOCK_NBYTES * made + small)
             if nbytes < BLOB_NBYTES:
                 self._hashes[name] = _write(path, name, nbytes, executable, read, -1)
                 return
@@ -235,7 +235,7 @@ class Upload:
             try:
                 self._hashes[name] = _write(half, name, nbytes, executable, read, clone_of)
                 self._snapshots.share(half, self._hashes[name], path)
-                self._snapshots.charge(self.tree, self._tenant, nbytes, path.stat().st_ino)
+                self._snapshots.charge(self.tree, self.tenant, nbytes, path.stat().st_ino)
             except BaseException:
                 half.unlink(missing_ok=True)
                 raise
@@ -243,12 +243,12 @@ class Upload:
     def spool(self, file: BinaryIO, piece: bytes) -> None:
         """A piece of an archive, which counts as long as it is there. Raises OSError, HttpError."""
         self._spooled += len(piece)
-        self._snapshots.charge(self.tree, self._tenant, len(piece))
+        self._snapshots.charge(self.tree, self.tenant, len(piece))
         file.write(piece)
 
     def spooled(self) -> None:
         """The archive is gone."""
-        self._snapshots.put(self.tree, self._tenant, -self._spooled)
+        self._snapshots.put(self.tree, self.tenant, -self._spooled)
         self._spooled = 0
 
     def own(self, name: str) -> Path:
@@ -278,7 +278,7 @@ class Upload:
                     place = self.tree / Path(here).relative_to(other)
                     folders[:] = [name for name in folders if place / name != self._place]
                     _make_directory(place)
-                    self._snapshots.charge(self.tree, self._tenant, BLOCK_NBYTES)
+                    self._snapshots.charge(self.tree, self.tenant, BLOCK_NBYTES)
                     for name in names:
                         os.link(os.path.join(here, name), place / name, follow_symlinks=False)
             except FileNotFoundError:

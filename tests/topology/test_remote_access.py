@@ -22,6 +22,7 @@ from guides import Reader, commands
 from language_models import make_folder
 from msgspec import structs
 
+from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import doctor
 from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.core.nodefile import load_config
@@ -573,7 +574,10 @@ def test_what_a_deploy_that_came_to_nothing_has_printed_is_not_for_who_has_the_n
 
     assert node.deploy("fresh", FAILS, tenant="other").status == 422
     assert b"mine alone" in b"".join(node.admin.logs("fresh", 9, follow=False))
-    node.deployed("fresh", ECHO)
+    folder, shown = node.folder("fresh"), list[bytes]()
+    (folder / "fresh.py").write_text(ECHO)
+    node.admin.deploy("fresh", FunctionFolder(folder, "fresh.py", False), {}, shown.append)
+    assert b"loading" in b"".join(shown), "also who follows it from before it loads"
     theirs, ours = (node.ask("GET", "/admin/functions/fresh/logs", key) for key in keys)
     assert theirs.code == "unknown_function"
     assert (ours.body.count("mine alone"), ours.body.count("loading")) == (0, 1)
