@@ -91,7 +91,8 @@ class Router(Actor):
         self.requests.export, self.requests.trace_share = self.traces.add, self.traces.share
         folder_nbytes, most_of = parse_nbytes(limits.folder), partial(tenants.folder_nbytes, config)
         many = most_of if config.node.tenants == "many" else None
-        self._keeper = Keeper(Snapshots(self.state.functions, folder_nbytes, limits.folder_files, many))
+        snapshots = Snapshots(self.state.functions, folder_nbytes, limits.folder_files, many)
+        self._keeper = Keeper(snapshots, shared=many is not None)
         self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log), picture.functions, picture.changes)
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken, self.log)

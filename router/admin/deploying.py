@@ -272,11 +272,11 @@ class Deploying:
 
     async def take(self, names: list[str], fds: list[int]) -> None:
         """Some files. Raises HttpError."""
-        await self._keeper.keeping(self.upload.take, names, fds)
+        await self._keeper.copying(self.upload.tenant, self.upload.take, names, fds)
 
     async def unpack(self, nbytes: int, pieces: AsyncIterator[bytes]) -> None:
         """The files of an archive of so many bytes, which waits until it is whole. Raises HttpError."""
-        snapshots = self._keeper.snapshots
+        snapshots, tenant = self._keeper.snapshots, self.upload.tenant
         if nbytes > snapshots.most_nbytes:
             raise refuse(413, "folder_too_large", f"an archive of {size(nbytes)} (limits.folder); send less")
         snapshots.refuse_if_full(2 * nbytes)  # and once more as a snapshot
@@ -289,7 +289,7 @@ class Deploying:
                 await self._keeper.keeping(file.flush)
             except OSError as error:
                 raise disk_full() from error
-            await self._keeper.keeping(archive.unpack, half, self.upload, 2 * snapshots.most_files)
+            await self._keeper.copying(tenant, archive.unpack, half, self.upload, 2 * snapshots.most_files)
             self._file = await self._keeper.keeping(_read, self.upload.own(FILE))
         finally:
             half.unlink(missing_ok=True)
@@ -299,11 +299,12 @@ class Deploying:
 
     async def finish(self) -> Any:
         """All files are here: load it. Raises HttpError."""
-        plan = self._planned(self._file)
+        plan, tenant = self._planned(self._file), self.upload.tenant
         if (base := plan.base) is not None:
-            await self._keeper.keeping(self.upload.beside, self._keeper.snapshots.tree(base.name, base.snapshot))
+            tree = self._keeper.snapshots.tree(base.name, base.snapshot)
+            await self._keeper.copying(tenant, self.upload.beside, tree)
         entry = plan.spec.entry if base is None else ADAPTER_CONFIG
-        await self._keeper.keeping(self.upload.finish, entry)
+        await self._keeper.copying(tenant, self.upload.finish, entry)
         async with self._environment(plan) as key:
             plan = self._planned(self._file)  # while they came, the name may have been taken, or deployed anew
             if base is not None and base != plan.base:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import queue
 import subprocess
 import tarfile
 import threading
@@ -22,10 +23,11 @@ from dormouse.gpuserver.store.disk.blobs import Blobs
 from dormouse.gpuserver.store.ingest.offers import identity_of
 from dormouse.router.admin import archive
 from dormouse.router.admin.deploying import Deploying
-from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.keeper import THREADS, Keeper
 from dormouse.router.admin.snapshots import BLOB_NBYTES, Snapshots, Upload
 from dormouse.router.front.exchange import HttpError
 
+WAIT_S = 90.0
 BIG = os.urandom(BLOB_NBYTES)
 
 
@@ -561,3 +563,31 @@ def test_d1_archives_that_are_too_much_or_none(upload: Upload, tmp_path: Path) -
     assert refusal(unpacked, upload, described, tmp_path) == (400, "bad_archive")
     assert refusal(unpacked, upload, many, tmp_path) == (413, "folder_too_large")
     assert refusal(unpacked, upload, large, tmp_path) == (413, "folder_too_large")
+
+
+@pytest.mark.parametrize(("shared", "most"), [(True, THREADS // 2), (False, THREADS)])
+def test_folders_of_one_tenant_leave_threads_to_others(snapshots: Snapshots, shared: bool, most: int) -> None:
+    """Also folders whose deployer has left while they are copied."""
+    go, begun = threading.Event(), queue.SimpleQueue[int]()
+    keeper = Keeper(snapshots, shared)
+
+    def long(number: int) -> None:
+        begun.put(number)
+        assert go.wait(WAIT_S)
+
+    async def main() -> None:
+        try:
+            own = [asyncio.ensure_future(keeper.copying("a", long, number)) for number in range(THREADS + 1)]
+            for _ in range(most):
+                await asyncio.to_thread(begun.get, timeout=WAIT_S)
+            own[0].cancel()
+            if shared:
+                assert await keeper.copying("b", lambda: "copied") == "copied"
+            assert await keeper.keeping(lambda: "small") == "small"
+            assert begun.empty(), "the others wait for their turns"
+        finally:
+            go.set()
+        await asyncio.gather(*own[1:])
+        assert own[0].cancelled()
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
