@@ -17,6 +17,7 @@ import torch
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import nothing, patch, raising, raising_class
 from dormouse.client_shim.torch_face import synchronizing
+from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.import_hooks import when_imported
 
 
@@ -119,7 +120,9 @@ def _install_one_device() -> None:
     """What `nn.DataParallel` and `torch.cuda.comm` call, for the only device there is."""
     patch(importlib.import_module("torch.nn.parallel.scatter_gather"), "Scatter", _Scatter)
     bindings = torch_private.bindings()
-    patch(bindings, "_scatter", lambda tensor, devices, *args: [_to_one(tensor, devices)])
+    patch(bindings, "_scatter", _scatter)
+    for name in ("broadcast", "gather", "scatter"):  # which a torch for the CPU has not
+        patch(bindings, f"_{name}_out", refuse(f"torch.cuda.comm.{name}() with out", "Copy to it, of one device."))
     patch(bindings, "_broadcast", lambda tensor, devices: [_to_one(tensor, devices)])
     patch(bindings, "_broadcast_coalesced", lambda tensors, devices, size: [[_to_one(t, devices) for t in tensors]])
     patch(bindings, "_gather", _gather)
@@ -154,6 +157,16 @@ class _Scatter:
         return (_to_one(tensor, devices),)
 
 
+def _scatter(tensor: torch.Tensor, devices: Any, chunk_sizes: Any = None, dim: int = 0, *args: Any) -> list[Any]:
+    moved = _to_one(tensor, devices)
+    if chunk_sizes is not None and list(chunk_sizes) != [tensor.size(dim)]:
+        raise RuntimeError(
+            f"Expected sum of chunk_sizes to be the same as the size of the dimension {dim}, {tensor.size(dim)}, which "
+            f"goes to one device, but got {list(chunk_sizes)}"
+        )
+    return [moved]
+
+
 def _to_one(tensor: torch.Tensor, devices: Any) -> torch.Tensor:
     indices = [device if isinstance(device, int) else torch.device(device).index or 0 for device in devices]
     if indices != [0]:
@@ -162,6 +175,8 @@ def _to_one(tensor: torch.Tensor, devices: Any) -> torch.Tensor:
 
 
 def _gather(tensors: Any, dim: int, destination: Any = None) -> torch.Tensor:
+    if destination not in (None, -1):
+        expect_first(destination)
     return torch.cat(list(tensors), dim).to("cpu" if destination == -1 else "cuda")
 
 

@@ -13,6 +13,7 @@ import torch
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.torch_face.device_numbers import named
+from dormouse.client_shim.torch_face.rng import CudaGenerator
 
 FACTORIES: Final = (
     "arange", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full", "full_like", "linspace",
@@ -82,6 +83,11 @@ def _pinning(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
                 made = real(*args, **{**kwargs, "pin_memory": False})
                 _check(made)
                 return _mark(made)
+            if type(kwargs.get("generator")) is CudaGenerator:  # to PyTorch's own kernels it is one of the CPU
+                made = real(*args, **kwargs)
+                if made.device.type == "cpu":
+                    raise RuntimeError("Expected a 'cpu' device type for generator but found 'cuda'")
+                return made
         return real(*args, **kwargs)
 
     factory.__qualname__ = real.__name__  # by which it is pickled

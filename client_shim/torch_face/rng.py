@@ -86,6 +86,7 @@ class _GeneratorMeta(type):
     def __call__(cls, device: Any = "cpu") -> Any:
         device = named(device)
         if torch.device(device).type == "cuda":
+            expect_device(device)
             return CudaGenerator()
         return _OriginalGenerator(device)
 

@@ -465,6 +465,17 @@ def test_data_parallel_on_one_device_calls_the_module(loopback: Any) -> None:
     assert torch.equal(layer.weight.cpu(), weight)
     gathered = torch.nn.parallel.gather([x.to(CUDA)], 0)
     assert torch.equal(gathered.cpu(), x)
+    comm: Any = importlib.import_module("torch.cuda.comm")
+    moved = x.to(CUDA)
+    assert torch.equal(comm.gather([moved, moved], destination="cpu"), torch.cat([x, x]))
+    assert [torch.equal(part.cpu(), x) for part in comm.scatter(moved, [0], chunk_sizes=[4])] == [True]
+    with pytest.raises(RuntimeError, match=r"sum of chunk_sizes .* 4, .* but got \[3\]"):
+        comm.scatter(moved, [0], chunk_sizes=[3])
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        comm.gather([moved, moved], destination=1)
+    for name, args in (("broadcast", (moved,)), ("gather", ([moved],)), ("scatter", (moved,))):
+        with pytest.raises(RuntimeError, match="with out cannot work in a Dormouse function"):
+            getattr(comm, name)(*args, out=moved if name == "gather" else [moved])
     with pytest.raises(RuntimeError, match=r"(?i)device"):
         torch.nn.DataParallel(layer, device_ids=[0, 1])(x)
 
@@ -501,6 +512,17 @@ def test_the_default_generator(loopback: Any) -> None:
     assert torch.randn(3, device=CUDA, generator=generator).tolist() == one
     torch.cuda.seed()
     assert torch.cuda.initial_seed() != 5
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch_.Generator("cuda:1")
+    own = torch_.Generator(CUDA).manual_seed(5)
+    makers: list[Any] = [
+        lambda: torch.randn(3, generator=own),
+        lambda: torch.randint(9, (3,), generator=own, device="cpu"),
+    ]
+    for made in makers:
+        with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
+            made()
+    assert torch.randn(3, generator=own, device=CUDA).tolist() == one
     assert torch.randn(3, device=CUDA).tolist() != one
 
 
