@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ def full_name(schema: Any) -> str:
     return str(schema.name) + ("." + schema.overload_name if schema.overload_name else "")
 
 
-def aten_schemas() -> dict[str, Any]:
-    """Of PyTorch's own operations, by name without namespace."""
+@cache
+def aten_schemas() -> Mapping[str, Any]:
+    """Of PyTorch's own operations, by name without namespace. All of them are made anew at each question."""
     schemas = _C._jit_get_all_schemas()
     return {full_name(schema)[6:]: schema for schema in schemas if schema.name.startswith("aten::")}
 

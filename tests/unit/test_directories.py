@@ -169,12 +169,12 @@ def test_d2_the_default_run_directory_is_where_nobody_else_can_be_first(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert parse_config({"node": {"name": "n"}}).run_directory == Path("/run/dormouse/n")
-    uid = tmp_path.stat().st_uid + 1
+    own, uid = tmp_path.stat().st_uid, 4_000_000_000 + os.getpid()  # nobody's, whose directory nobody has made
     monkeypatch.setattr(os, "geteuid", lambda: uid)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert NodeConfig().run_directory == Path(f"/tmp/dormouse-{uid}/default"), "that of another user is not taken"
-    monkeypatch.setattr(os, "geteuid", lambda: uid - 1)
-    if uid > 1:
+    monkeypatch.setattr(os, "geteuid", lambda: own)
+    if own > 0:
         assert NodeConfig().run_directory == tmp_path / "dormouse" / "default"
     squatted = Path(f"/tmp/dormouse-{uid}")
     monkeypatch.setattr(os, "geteuid", lambda: uid)
