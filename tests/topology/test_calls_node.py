@@ -162,7 +162,7 @@ MOST = 768 << 10
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    with running_node('[gpu]\ncount = 1\nmemory = "12MiB"\nactivations = "4MiB"\nthreads = 1\n') as running:
+    with running_node('[gpu]\ncount = 1\nmemory = "12MiB"\nactivations = "8MiB"\nthreads = 1\n') as running:
         running.deployed("called", CALLED)
         running.deployed("caller", CALLER, call=("called", "later"), timeout="20s")
         yield running
