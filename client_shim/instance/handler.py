@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -25,6 +26,7 @@ class Handler:
     def __init__(self, coroutines: Coroutines) -> None:
         self._pid = os.getpid()
         self._coroutines = coroutines
+        self._answering: object = None  # the iterator whose parts are the request's answer
 
     def call(self, code: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
         """What it returns, waited for if need be."""
@@ -35,12 +37,23 @@ class Handler:
 
     def parts(self, result: object) -> Generator[Any, None, None] | None:
         """What an answer in parts yields, or None if it is not one. To be closed."""
+        if isinstance(result, AsyncIterator | Iterator):
+            self._answering = result
         if isinstance(result, AsyncIterator):
             return self._async_parts(result)
         return self._plain_parts(result) if isinstance(result, Iterator) else None
 
     def finish(self) -> None:
-        """The request is over: so are the tasks that it has left."""
+        """The request is over: so are the tasks that it has left, and the generator that has answered it.
+
+        CPython 3.12 and 3.13 look for no ``finally`` where a signal meets a loop as it goes back to its beginning.
+        """
+        iterator, self._answering = self._answering, None
+        with suppress(Exception):  # nobody is there to hear it
+            if inspect.isasyncgen(iterator) and iterator.ag_frame is not None:
+                self._guarded(self._coroutines.complete, iterator.aclose)
+            elif inspect.isgenerator(iterator):
+                self._guarded(iterator.close)
         self._guarded(self._coroutines.finish)
 
     def _plain_parts(self, iterator: Iterator[Any]) -> Generator[Any, None, None]:
