@@ -70,24 +70,8 @@ MOSTLY_STATIC: Final = {"aten::index", "aten::_unsafe_index", "aten::one_hot"}
 
 class Operation:
     __slots__ = (
-        "ask_always",
-        "ask_once",
-        "decompose",
-        "flag",
-        "handler",
-        "laid_out_by_kernel",
-        "local",
-        "mixed",
-        "name",
-        "op",
-        "plans",
-        "scalar_names",
-        "scalars",
-        "scalars_in_key",
-        "statistics",
-        "taken",
-        "wire_name",
-        "writes",
+        "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "mixed", "name",
+        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "taken", "wire_name", "writes",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
