@@ -10,6 +10,7 @@ is sent again, too.
 """
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -145,6 +146,7 @@ def _cancelled() -> RequestCancelled:
 def _place(frame: FrameType | None) -> SignalPlace:
     """Where ``frame`` is, by itself and those that have called it."""
     inner: SignalPlace | None = None  # whose code is the innermost that is not a mere helper's
+    run = False  # by a handle of the loop's, as all tasks and callbacks are
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if name == __file__:
@@ -158,7 +160,9 @@ def _place(frame: FrameType | None) -> SignalPlace:
         elif name.startswith(_SHIM):
             return SignalPlace.CODE if function == "interruptible" else SignalPlace.SHIM
         elif name.startswith(_ASYNCIO):
-            inner = inner or SignalPlace.LOOP
+            run = run or function == "_run"
+            if inner is None or not (run or frame.f_code.co_flags & inspect.CO_COROUTINE):
+                inner = SignalPlace.LOOP  # it has called others in the midst of its work, such as a hook of `sys.audit`
         elif not name.startswith(_HELPERS) or _INSTALLED in name:
             inner = inner or SignalPlace.CODE
         frame = frame.f_back

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from dormouse.client_shim.instance import cancel
-from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled, SignalPlace
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
 
@@ -115,6 +115,33 @@ def test_a_stream_ends_wherever_it_is_interrupted(instance: Instance, pause_s: f
         assert seen in ([], ["begun", "ended"], ["ended"]), line
         whole += seen == ["begun", "ended"]
     assert whole > LINES / 2
+
+
+def test_whom_the_event_loop_calls_in_the_midst_of_its_work_is_not_interrupted(instance: Instance) -> None:
+    """Such as a hook of `sys.audit`, which libraries install: what it raised would leave the loop half done."""
+    places: list[SignalPlace] = []
+
+    def here(*_: object) -> None:
+        places.append(cancel._place(sys._getframe()))
+
+    async def apart() -> None:
+        loop = asyncio.get_running_loop()
+        here()
+        before = loop.get_exception_handler()
+        loop.set_exception_handler(here)
+        loop.call_exception_handler({})
+        loop.set_exception_handler(before)
+        task = loop.create_task(beside())
+        loop.call_soon(here)
+        await asyncio.wait_for(beside(), 60)
+        await task
+
+    async def beside() -> None:
+        here()
+
+    instance.coroutines.complete(apart)
+    code = SignalPlace.CODE
+    assert places == [code, SignalPlace.LOOP, code, code, code]
 
 
 def test_a_coroutine_ends_wherever_it_is_interrupted(instance: Instance) -> None:
