@@ -81,10 +81,8 @@ def test_a_seat_that_ends_takes_the_adapter_with_it_and_the_next_brings_it(playe
     played.submit(1, PROMPT, 2, NEW)
     played.executor.send(m.TurnBegins())
     played.thread.start()
-    played.until(m.Tokens)
-    played.executor.send(m.SeatEnds())
-    played.until(m.SeatLeft)
-    assert 0 < len(played.made[2, 1]) < NEW
+    played.until(m.SeatLeft, in_step=[m.SeatEnds()])
+    assert len(played.made[2, 1]) == 1
     played.give_base()
     played.seat(1)
     played.executor.send(m.TurnBegins())
