@@ -38,10 +38,13 @@ def service_level(
 
 def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) -> str:
     """That its deadline cannot be met by a node that has nothing else to do, as far as is known; "" if it may be."""
+    wanted_ms, what = (spec.deadline_ms, "an answer") if spec.llm is None else (spec.llm.ttft_ms, "a first token")
+    if spec.timeout_ms < wanted_ms:
+        text = f"a request ends after {duration(spec.timeout_ms)} (timeout), before it is late"
+        return f"{what} is wanted within {duration(wanted_ms)}, but {text}; a number without a unit is milliseconds"
     model = scheduler.models.get(instance)
     if model is None:
         return ""
-    wanted_ms, what = (spec.deadline_ms, "an answer") if spec.llm is None else (spec.llm.ttft_ms, "a first token")
     same = [scheduler.functions.get(name) for name in (spec.name, "" if spec.llm is None else spec.llm.base)]
     times = next((known.times for known in same if known is not None and known.times is not None), None)
     if spec.llm is not None and times is not None:

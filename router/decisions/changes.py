@@ -79,7 +79,7 @@ def remove_asked(p: RouterState, ask: int, name: str) -> None:
         if deploy is not None:
             lives.end_deploy(p, deploy, failures.deploy_ended(name), "was removed while it was being deployed")
         if function is None:
-            p.settle(ask, None)
+            lives.settle_when_gone(p, ask, name)
             return
         p.changes[name] = Removal(ask)  # it is served until the catalogue has it no more
         p.tell(m.Removed(name=name))
@@ -92,7 +92,7 @@ def kept(p: RouterState, name: str, warning: str = "") -> None:
             _deployed(p, name, deploy)
         case Removal(ask=ask):
             _removed(p, name)
-            p.settle(ask, None)
+            lives.settle_when_gone(p, ask, name)
 
 
 def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:

@@ -169,6 +169,7 @@ def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None
             del p.sessions[name]
         case Instance(spec=spec):
             del p.instances[name]
+            _left(p, name)
             p.gone[name] = spec
             if len(p.gone) > GONE:
                 del p.gone[next(iter(p.gone))]
@@ -176,6 +177,25 @@ def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None
             assert_never(holder)
     p.tell(m.InstanceGone(instance=name))
     p.out.append(e.Clean(name, holder.ending or how))
+
+
+def settle_when_gone(p: RouterState, ask: int, function: str) -> None:
+    """Answer who has it removed once those of its instances that are told to end have: then their memory is free. Who
+    has something to finish is not waited for.
+    """
+    ending = {each.name for each in p.instances.values() if each.spec.name == function and each.ending}
+    if ending:
+        p.leaving[ask] = ending
+    else:
+        p.settle(ask, None)
+
+
+def _left(p: RouterState, instance: str) -> None:
+    for ask, ending in list(p.leaving.items()):
+        ending.discard(instance)
+        if not ending:
+            del p.leaving[ask]
+            p.settle(ask, None)
 
 
 def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:

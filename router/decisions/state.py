@@ -255,6 +255,7 @@ class RouterState:
     sessions: dict[str, Session] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
     changes: dict[str, OpenDeploy | Removal] = field(default_factory=dict)  # by function; one at a time
+    leaving: dict[int, set[str]] = field(default_factory=dict)  # instances that end, by who is answered when they have
     gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
     tickets: dict[int, Ticket] = field(default_factory=dict)
     calls: dict[tuple[str, int], OpenCall] = field(default_factory=dict)  # by instance, and its number there
@@ -380,6 +381,7 @@ class RouterState:
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
+        assert all(names and names <= self.instances.keys() for names in self.leaving.values()), self.leaving
         for name, split in self.splits.items():
             assert split.name in self.functions, split
             assert base_of(split.name) == name, split

@@ -1,6 +1,7 @@
 """What is said at deploy of a deadline that cannot be met."""
 
 import pytest
+from msgspec import structs
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
@@ -52,3 +53,11 @@ def test_of_an_instance_that_nobody_knows_nothing_is_said() -> None:
     core = Scheduler(seed=1, revoke_s=5.0, max_waiting=9)
     spec = m.FunctionSpec(name="f", version=1, entry="", snapshot="", deadline_ms=1)
     assert deadline_warning(core, spec, "i") == ""
+
+
+def test_a_time_limit_that_ends_before_the_deadline_is_said() -> None:
+    """Such as that of ``--timeout 5``, which is 5 ms."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=9)
+    spec = m.FunctionSpec(name="f", version=1, entry="", snapshot="", deadline_ms=1000, timeout_ms=5)
+    assert "a request ends after 5 ms (timeout), before it is late" in deadline_warning(core, spec, "i")
+    assert deadline_warning(core, structs.replace(spec, timeout_ms=1000), "i") == ""

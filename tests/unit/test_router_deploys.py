@@ -124,7 +124,9 @@ def test_a_removal_ends_a_deploy_that_loads_and_what_is_served() -> None:
     actions = rig.do(e.RemoveAsked(8, "f"))
     assert (one(actions, e.Settled).ask, one(actions, e.Settled).failure.code) == (7, "deploy_ended")
     assert (one(actions, e.Kill).instance, one(actions, m.Removed).name) == ("i2", "f")
-    assert one(rig.hear(m.Kept(name="f")), e.Settled) == e.Settled(8, None, None)
+    assert said(rig.hear(m.Kept(name="f")), e.Settled) == []
+    assert said(rig.do(e.InstanceExited("i1", "exited")), e.Settled) == [], "the memory of i2 is not free yet"
+    assert one(rig.do(e.InstanceExited("i2", "exited")), e.Settled) == e.Settled(8, None, None)
 
 
 def test_a_removal_ends_a_deploy_of_what_is_not_served() -> None:
@@ -133,10 +135,12 @@ def test_a_removal_ends_a_deploy_of_what_is_not_served() -> None:
         rig.do(e.DeployAsked(number, spec(name)))
     for number, name, kills in ((1, "g", []), (0, "f", ["i1"])):
         actions = rig.do(e.RemoveAsked(9, name))
+        assert [each.instance for each in said(actions, e.Kill)] == kills
+        for each in kills:
+            actions += rig.do(e.InstanceExited(each, "was killed"))
         ended, removed = said(actions, e.Settled)
         assert (ended.ask, ended.failure.code, ended.failure.status) == (number, "deploy_ended", 409)
         assert (removed.ask, removed.failure) == (9, None)
-        assert [each.instance for each in said(actions, e.Kill)] == kills
         assert said(actions, m.Removed) == []
     assert rig.policy.picture.wanted == {}
     assert one(rig.do(e.RemoveAsked(10, "f")), e.Settled).failure.code == "unknown_function"

@@ -369,6 +369,9 @@ class RouterMachine(RuleBasedStateMachine):
                 assert waiting == self.told[instance.own], instance
         assert not self.fates or max(self.fates.values()) == 1
         assert not self.settled or max(self.settled.values()) == 1
+        waiting = picture.leaving.keys() | {change.ask for change in picture.changes.values()}
+        assert self.settled.keys() | waiting == set(range(1, self.asks + 1)), "nobody is forgotten who asks"
+        assert self.settled.keys().isdisjoint(waiting)
         assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))
         assert set(self.policy.picture.instances) == self.alive
         assert picture.calls.keys() == self.calls.keys()
@@ -381,7 +384,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert when_s is None or when_s > self.now_s or self.policy.picture.timers
 
     def teardown(self) -> None:
-        """Whatever has happened, time alone brings every request to its end."""
+        """Whatever has happened, time alone brings every request to its end, and every change."""
         for _ in range(20):
             while self.kept:
                 self.answer_kept()
@@ -392,6 +395,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.do(e.Tick())
         assert self.fates.keys() == set(range(1, self.arrived + 1))
         assert set(self.fates.values()) <= {1}
+        assert self.settled.keys() == set(range(1, self.asks + 1))
 
 
 RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)

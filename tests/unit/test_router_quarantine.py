@@ -142,7 +142,8 @@ def test_d4_a_quarantine_of_the_catalogue_holds_from_the_start() -> None:
 def test_d4_a_function_may_be_removed_from_quarantine() -> None:
     rig = quarantined()
     rig.do(e.RemoveAsked(7, "f"))
-    assert one(rig.hear(m.Kept(name="f")), e.Settled).failure is None
+    rig.hear(m.Kept(name="f"))
+    assert one(rig.do(e.InstanceExited("i1", "was killed")), e.Settled).failure is None
     fails_with(rig.arrive(1), 1, "unknown_function", 404)
 
 

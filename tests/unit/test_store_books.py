@@ -396,6 +396,18 @@ def numbered() -> Iterator[SlabSpan]:
     return (SlabSpan(0, number * 512, 512) for number in range(1 << 20))
 
 
+def test_there_will_be_room_where_somebody_reads_what_nobody_holds_any_more() -> None:
+    books, spans = Segments(), numbered()
+    segment = books.settle(512, "s", next(spans), b"x")
+    books.hold(segment, "i")
+    books.pin(segment)
+    assert not books.pinned_room()
+    books.release(segment, "i")
+    assert books.pinned_room()
+    books.unpin(segment)
+    assert (books.pinned_room(), len(books.freed)) == (False, 1)
+
+
 def test_what_is_moved_down_is_oldest_in_a_file_and_not_pinned() -> None:
     books, spans = Segments(), numbered()
     made = [books.settle(512, "s", next(spans), bytes([number])) for number in range(4)]
@@ -407,7 +419,7 @@ def test_what_is_moved_down_is_oldest_in_a_file_and_not_pinned() -> None:
         books.mark_filed(segment)
     books.touch(made[0])
     books.pin(made[1])
-    assert books.pinned_files()
+    assert books.pinned_room()
     assert books.move_down(1) == 512
     assert [segment.span is None for segment in made] == [False, False, True, False]
     assert books.move_down(5000) == 512

@@ -258,9 +258,10 @@ class Segments:
                 nbytes -= segment.nbytes
         return found
 
-    def pinned_files(self) -> bool:
-        """Whether anything could be moved down as soon as it is no longer pinned."""
-        return any(segment.pins and self.is_filed(segment) for segment in self._placed.values())
+    def pinned_room(self) -> bool:
+        """Whether anything could be moved down, or is free, as soon as it is no longer pinned."""
+        placed = self._placed.values()
+        return any(segment.pins and (self.is_filed(segment) or not segment.holders) for segment in placed)
 
     def damage(self, fingerprint: bytes) -> list[Segment]:
         """A file does not have its bytes: segments that are nowhere else are given to nobody again, and equal bytes

@@ -195,7 +195,7 @@ class StoreMemory:
                 return found
             missing = lacking - self._scrubbing_nbytes
             if missing > 0 and not self._segments.move_down(missing):
-                soon = self._press(lacking) or self.hashing > 0 or self._segments.pinned_files()
+                soon = self._press(lacking) or self.hashing > 0 or self._segments.pinned_room()
                 left_s = end_s - self._loop.time()
                 if not self._segments.freed:
                     if not soon or left_s <= 0:
