@@ -25,6 +25,7 @@ from dormouse.core.node.testing import running_node
 from dormouse.router.front.connection import Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import Cycle
 from dormouse.router.front.exchange import raw_error
+from dormouse.router.front.places import ConnectionPlaces
 
 FUNCTION = """
 def load(): pass
@@ -45,7 +46,8 @@ async def discard(cycle: Cycle) -> None:
 
 
 def serve_discarding(fd: int) -> None:
-    bounds = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=30, onward=Onward(), render=raw_error)
+    times = {"header_s": 10.0, "body_s": 10.0, "keep_alive_s": 30.0}
+    bounds = Bounds(places=ConnectionPlaces(10), onward=Onward(), render=raw_error, **times)
     protocol: Any = partial(HttpConnection, bounds)
     application: Any = discard
     off: Any = {"ws": "none", "lifespan": "off", "proxy_headers": False, "access_log": False, "log_level": "error"}

@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
     def scrape() -> m.Scrape:
         now_s = time.monotonic()
         functions = [
-            counted(picture, name, each, stats.get(name), now_s, now_s, {"succeeded": 3})
+            counted(picture, name, each, stats.get(name), now_s, now_s, {"succeeded": 3}, [])
             for name, each in picture.functions.items()
         ]
         return m.Scrape(
