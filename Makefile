@@ -85,9 +85,8 @@ $(DEV): VISION := $(VENV)/vision
 $(DEV): TRITON := $(if $(filter cpu,$(TORCH)),$(VENV)/triton)
 
 # All is compiled, torch while pip installs the rest: sandboxes cannot write bytecode and would compile each import again. Left
-# out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
-# of emulated GPUs and the kernels of runtimes, which their first users would build, come last; without a compiler they say
-# so, and all goes on.
+# out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The C++ parts,
+# which their first users would build, come last; without a compiler they say so, and all goes on.
 $(RUN) $(DEV):
 	$(PYTHON) scripts/fits $(TORCH)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -99,8 +98,7 @@ $(RUN) $(DEV):
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
 	$(if $(TRITON),rm -rf $(TRITON) && $(PIP) --no-deps --target $(TRITON) triton==3.7.1)
 	$(COMPILE) $(VENV)/lib $(VISION) $(TRITON)
-	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null
-	-$(BIN)/python -m dormouse.gpuserver.runtime.kernels >/dev/null
+	-for part in device.allocator runtime.kernels commands.fast_path; do $(BIN)/python -m dormouse.gpuserver.$$part >/dev/null & done; wait
 	rm -f $(VENV)/.run-* $(VENV)/.dev-* $(VENV)/.docs-* && touch $(RUN) $@
 
 $(DOCS): $(DEV)

@@ -17,6 +17,7 @@ from dormouse.client_shim.node.mappings import Mappings
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.cuda_face import UNCONNECTED
 from dormouse.client_shim.torch_face.install import install, uninstall
+from dormouse.gpuserver.commands import fast_path
 from dormouse.gpuserver.commands.interpreter import EndReport, Interpreter, ProtocolViolation
 from dormouse.schemas.messages import Lease
 
@@ -52,7 +53,7 @@ class LoopbackExecutor:
     def __init__(self, node: "LoopbackNode") -> None:
         self.node = node
         self.device = LoopbackDevice()
-        self.interpreter = Interpreter(self.device, node.arena)
+        self.interpreter = Interpreter(self.device, node.arena, fast_path.load)
         self.frames: list[bytes] = []
         self.keep_frames = False
         self.failure: BaseException | None = None

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -75,7 +76,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         gpu,
         *_gpus(found, torchbuild.kernels() if gpus and builds["node"].cuda else []),
         *_links(config, found.places),
-        *([] if gpus else [_compiler()]),
+        _compiler(gpus),
         _memory(config, gpus),
         _shared_memory(config),
         *_libraries(config),
@@ -194,12 +195,19 @@ def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
     return [Finding("gpu links", "ok", "; ".join(parts))]
 
 
-def _compiler() -> Finding:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return Finding("compiler", "ok", f"{path}: activations are counted exactly")
-    advice = "install a C++ compiler (g++) to have activations counted exactly"
-    return Finding("compiler", "warn", "none: activations are counted approximately", advice)
+def _compiler(gpus: int) -> Finding:
+    """Who counts activations of emulated GPUs, and who runs plain operations."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    path = next((found for name in names if name and (found := shutil.which(name))), None)
+    if path is None:
+        counted = "" if gpus else "activations are counted approximately, and "
+        advice = "install a C++ compiler (g++), and Python's headers (python3-dev)"
+        return Finding("compiler", "warn", f"none: {counted}Python runs each operation", advice)
+    counted = "" if gpus else "activations are counted exactly, and "
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        text = f"{path}: {counted}Python runs each operation, because its headers are missing"
+        return Finding("compiler", "warn", text, "install them (python3-dev)")
+    return Finding("compiler", "ok", f"{path}: {counted}plain operations are run by C++")
 
 
 def _memory(config: NodeConfig, gpus: int) -> Finding:

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import msgpack
 import torch
 
+from dormouse.gpuserver.commands import fast_path
 from dormouse.gpuserver.commands.control import Control, count
 from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, ProtocolViolation, brief, expect
 from dormouse.gpuserver.commands.generators import Generators
@@ -50,12 +51,22 @@ class EndRequest:
     acknowledge: bool = True
 
 
+FindFastPath = Callable[[], fast_path.FastPath | None]
+"""Asked when a lease begins, until there is one: it may be built meanwhile."""
+
+
 class Interpreter:
-    def __init__(self, device: InterpreterDevice, arena: memoryview) -> None:
+    """Plain operations are run by the fast path, once there is one, and all others by Python."""
+
+    def __init__(self, device: InterpreterDevice, arena: memoryview, find_fast: FindFastPath = lambda: None) -> None:
         self.table = StorageTable(device.torch_device, getattr(device, "contains", None))
         self.ending: EndRequest | None = None
         self._metas: dict[int, CheckedMeta] = {}
         self._keys: dict[int, Kernel] = {}
+        self._find_fast = find_fast
+        self._fast: fast_path.FastPath | None = None
+        self._steps: Any = None
+        self._plans: dict[int, Any] = {}  # of plain keys
         generators = Generators(device.torch_device, device.generator())
         self._runner = OperationRunner(self.table, generators, device)
         self._replies = Replies(self._runner.late_fault)
@@ -89,6 +100,10 @@ class Interpreter:
         self.ending = None
         if self._runner.guard is not None:
             self._runner.guard.forget()
+        if self._fast is None and (fast := self._find_fast()) is not None:
+            self._fast, self._steps = fast, fast.steps(self._plans, self.table)
+            for number, kernel in self._keys.items():
+                self._plan(number, kernel)
         self.resume()
 
     def resume(self) -> None:
@@ -161,6 +176,7 @@ class Interpreter:
         """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
         self.table.by_id.clear()
         self._keys.clear()
+        self._plans.clear()
         self._control.close()
 
     def _over(self) -> None:
@@ -195,7 +211,12 @@ class Interpreter:
             self._metas[number] = CheckedMeta(number, definition)
         for number, definition in zip(keys[::2], keys[1::2], strict=True):
             self._check_new(number, self._keys)
-            self._keys[number] = Kernel(definition, self._metas)
+            kernel = self._keys[number] = Kernel(definition, self._metas)
+            self._plan(number, kernel)
+
+    def _plan(self, number: int, kernel: Kernel) -> None:
+        if self._fast is not None and (plan := self._fast.plan(kernel, self.table.device)) is not None:
+            self._plans[number] = plan
 
     def _check_new(self, number: Any, table: dict[int, Any]) -> None:
         if type(number) is not int or number < 0 or number in table:
@@ -206,6 +227,8 @@ class Interpreter:
         keys, handlers = self._keys, self._handlers
         try:
             while position < end:
+                if self._plans and (position := self._plain(commands, position)) == end:
+                    return
                 code = commands[position]
                 kernel = keys.get(code)
                 if kernel is not None:
@@ -220,6 +243,29 @@ class Interpreter:
         except (IndexError, TypeError, ValueError) as error:
             # Operations' own errors never come here: only our reading of operands does.
             raise ProtocolViolation("a command's operands are malformed") from error
+
+    def _plain(self, commands: list[Any], position: int) -> int:
+        """Run what is plain from here on; returns where it ends."""
+        steps = self._steps
+        try:
+            end: int = steps.run(commands, position)
+            self._count(steps.ran)
+            return end
+        except Exception as error:  # of an operation that writes
+            self._count(steps.ran + 1)
+            at: int = steps.failed
+            kernel = self._keys[commands[at]]
+            middle = at + 1 + kernel.n_operands
+            operands = commands[at + 1 : middle]
+            where = [self._replies.frame, self._operations - 1, kernel.name]
+            stored = [self.table.by_id[operands[place]] for place in kernel.tensors]
+            failure = self._runner.raised(kernel, stored, error)
+            self._poison(kernel, operands, commands[middle : middle + kernel.n_fresh], failure.failure, where)
+            return middle + kernel.n_fresh
+
+    def _count(self, ran: int) -> None:
+        self._operations += ran
+        self._runner.ran += ran
 
     def _operation(self, kernel: Kernel, commands: list[Any], position: int) -> int:
         middle = position + kernel.n_operands
@@ -290,5 +336,6 @@ class Interpreter:
     def _forget_definitions(self, commands: list[Any], position: int) -> int:
         self._metas.clear()
         self._keys.clear()
+        self._plans.clear()
         self.table.forget_views()
         return position

@@ -17,12 +17,11 @@ from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.index_checks import IndexGuard
 from dormouse.gpuserver.commands.oplist import Allowed
 from dormouse.gpuserver.commands.results import Results, predicted
-from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable
+from dormouse.gpuserver.commands.storages import EMBEDDING, CommandFailed, HeldStorage, StorageFailure, StorageTable
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
 
 T = TypeVar("T")
-EMBEDDING = "aten::embedding"
 WROTE_UNDECLARED = "Inplace update to inference tensor"
 """How PyTorch complains when a custom operator writes an operand though its schema says that it writes none."""
 
@@ -133,14 +132,18 @@ class OperationRunner:
             if why is not None:
                 raise CommandFailed(_failure(error, why)) from None
         except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
-            for index in kernel.written:
-                stored[index].resized()  # what failed half way is no longer as the views say
-            failed = self.failed(error)
+            failed = self.raised(kernel, stored, error)
             if op.custom and WROTE_UNDECLARED in str(error):
                 for entry in stored:
                     entry.error, entry.dirty = failed.failure, True  # nobody knows which it was
             raise failed from None
         return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
+
+    def raised(self, kernel: Kernel, stored: list[HeldStorage], error: Exception) -> CommandFailed:
+        """What an operation on these storages has raised. Raises DeviceLost if it was the device."""
+        for index in kernel.written:
+            stored[index].resized()  # what failed half way is no longer as the views say
+        return self.failed(error)
 
     def _checked(
         self, kernel: Kernel, op: Allowed, args: list[Any], kwargs: dict[str, Any]

@@ -28,6 +28,9 @@ MAX_STORAGES: Final = 1 << 20
 MAX_STORAGE_NBYTES: Final = 1 << 40
 """Of one instance: far beyond what models have."""
 
+EMBEDDING: Final = "aten::embedding"
+"""Its table may be read where it comes from."""
+
 DIRECT_SHARE: Final = 4
 """A command that reads more than one part in so many of a storage waits until it has come: reads of single rows are
 slower than copies."""
@@ -255,7 +258,7 @@ class StorageTable:
     def end(self, keep: bool) -> EndReport:
         """The lease is over, and what is not persistent is dropped unless it is kept."""
         report = EndReport(freed=list(self.freed_persistent))
-        self.freed_persistent = {}
+        self.freed_persistent.clear()
         for number, stored in list(self.by_id.items()):
             if stored.error is not None:
                 report.poisoned[number] = stored.error

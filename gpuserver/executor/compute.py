@@ -18,7 +18,7 @@ import torch
 from dormouse.core.evidence import Evidence
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver import transfer
-from dormouse.gpuserver.commands.interpreter import ProtocolViolation
+from dormouse.gpuserver.commands.interpreter import FindFastPath, ProtocolViolation
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.executor.instance import ExecutorInstance, InstanceDevice
@@ -47,8 +47,10 @@ class Compute:
         post: Callable[[Posted], None],
         evidence: Evidence,
         turn_s: float = 0.02,
+        find_fast: FindFastPath = lambda: None,
     ) -> None:
         self.device = device
+        self._find_fast = find_fast
         self._turn_s = turn_s  # who gives the GPU nothing for so long is not waited for here
         self.orders = orders
         self._post = post
@@ -97,7 +99,9 @@ class Compute:
             case Attach():
                 self._owners += 1
                 name = item.attach.instance
-                self._instances[name] = ExecutorInstance(item.attach, item.arena, self._view, self._owners)
+                self._instances[name] = ExecutorInstance(
+                    item.attach, item.arena, self._view, self._owners, self._find_fast
+                )
             case o.Detach():
                 if (instance := self._instances.pop(item.instance, None)) is not None:
                     instance.close()

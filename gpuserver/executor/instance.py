@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.commands.interpreter import Interpreter, InterpreterDevice
+from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, InterpreterDevice
 from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.arrivals import Board
@@ -32,14 +32,21 @@ class InstanceDevice:
 class ExecutorInstance:
     """Keeps the interpreter's table in step with the manifest and with what is resident."""
 
-    def __init__(self, attach: m.AttachInstance, arena: SharedMemory, device: InterpreterDevice, number: int) -> None:
+    def __init__(
+        self,
+        attach: m.AttachInstance,
+        arena: SharedMemory,
+        device: InterpreterDevice,
+        number: int,
+        find_fast: FindFastPath = lambda: None,
+    ) -> None:
         self.name: Final = attach.instance
         self.number: Final = number  # as the owner of activations: never another instance's
         self.owner: Final = attach.tenant
         self.arena = arena
         layout = attach.arena
         self.interpreter = Interpreter(
-            device, arena.view[layout.stream_offset : layout.stream_offset + layout.stream_nbytes]
+            device, arena.view[layout.stream_offset : layout.stream_offset + layout.stream_nbytes], find_fast
         )
         self.manifest = m.Manifest(instance=attach.instance, version=0, entries=[], segments=[])
         self.entries: dict[int, list[m.Entry]] = {}  # by segment, of ``manifest``

@@ -31,7 +31,7 @@ from dormouse.core.links.link import Link, RawLink
 from dormouse.core.links.loan import Loan
 from dormouse.core.rate import SharedBuckets
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.commands import operators, oplist
+from dormouse.gpuserver.commands import fast_path, operators, oplist
 from dormouse.gpuserver.device.allocator import ApproximateActivations
 from dormouse.gpuserver.device.opening import open_device
 from dormouse.gpuserver.device.protocol import DeviceError
@@ -80,8 +80,9 @@ class Executor(Actor):
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         self.leases = Leases.of_config(self.config, self.device, self._orders, self, self._threadsafe)
+        find_fast = fast_path.load if self.config.gpu.fast_path and fast_path.prepare() else lambda: None
         self.compute = Compute(
-            self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000
+            self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000, find_fast
         )
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.compute.transient_nbytes

@@ -7,10 +7,11 @@ from typing import Any
 import msgpack
 import pytest
 import torch
+from fast_paths import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.gpuserver.commands.interpreter import Interpreter, ProtocolViolation
+from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, ProtocolViolation
 from dormouse.gpuserver.commands.results import Results
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
@@ -44,10 +45,10 @@ class Device:
 class Talk:
     """Frames to an interpreter that holds lease (1, 2)."""
 
-    def __init__(self) -> None:
+    def __init__(self, find_fast: FindFastPath = lambda: None) -> None:
         self.device = Device()
         self.arena = bytearray(4096)
-        self.interpreter = Interpreter(self.device, memoryview(self.arena))
+        self.interpreter = Interpreter(self.device, memoryview(self.arena), find_fast)
         self.interpreter.begin(1, 2)
         self.number = 0
 
@@ -65,9 +66,9 @@ class Talk:
         return replies[0]
 
 
-@pytest.fixture
-def talk() -> Talk:
-    return Talk()
+@pytest.fixture(params=["python", "fast"])
+def talk(request: pytest.FixtureRequest) -> Talk:
+    return Talk(built) if request.param == "fast" else Talk()
 
 
 def _unary(op: str, result: Any = 0) -> list[Any]:
@@ -308,9 +309,10 @@ def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
     assert talk.get(4)[2] == "IndexError"
 
 
-def test_a_sticky_error_that_torch_meets_first_loses_the_device(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sticky_error_that_torch_meets_first_loses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch cannot say whether the next operation would work; the driver can. An error of the operation alone is its
     function's."""
+    talk = Talk()
     talk.put(1, [1.0] * 4)
     talk([], [0, F4], [0, _unary("aten::relu")])
     op = talk.interpreter._keys[0].op
@@ -350,7 +352,8 @@ def test_a_device_that_is_lost_before_a_write_is_no_functions_error(talk: Talk) 
         talk.put(5, [1.0] * 4)
 
 
-def test_out_of_memory_is_relieved_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_relieved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk()
     talk.put(1, [1.0] * 4)
     talk([], [0, F4], [0, _unary("aten::relu")])
     op = talk.interpreter._keys[0].op

@@ -1,0 +1,105 @@
+"""Models whose kernels are tiny, so that launches are what counts: the forward alone on a real node, with the
+executor's fast path and with Python alone, and in one process without redirection. All three alternate, and every
+answer is compared.
+"""
+
+import statistics
+import time
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+from benchmarks.report import Goal, arguments, report
+from dormouse.core.node.testing import running_node
+
+COMMON: Final = """
+import time, torch, transformers
+
+def build():
+    torch.manual_seed(0)
+    return MODEL.eval()
+
+def inputs(seed):
+    torch.manual_seed(seed)
+    return INPUTS
+
+def forward(model, given):
+    found = model(given)
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+def load():
+    return build().to("cuda")
+
+@torch.no_grad()
+def handle(model, request):
+    given = inputs(request["seed"]).to("cuda")
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    answer = forward(model, given).cpu()
+    return {"ms": 1e3 * (time.perf_counter() - begun), "sum": answer.double().sum().item()}
+"""
+
+BERT: Final = (
+    "transformers.BertModel(transformers.BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=12, "
+    "num_attention_heads=4, intermediate_size=64))"
+)
+RESNET: Final = "transformers.ResNetModel(transformers.ResNetConfig(embedding_size=4, hidden_sizes=[8] * 4))"
+STACK: Final = (
+    "torch.nn.Sequential(*(layer for _ in range(100) "
+    "for layer in (torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.ReLU())))"
+)
+MODELS: Final = {
+    "bert": (BERT, "torch.randint(100, (1, 8))", 153),
+    "resnet": (RESNET, "torch.randn(1, 3, 32, 32)", 173),
+    "stack": (STACK, "torch.randn(1, 16)", 300),
+}
+"""What each is, what it is given, and its commands."""
+
+NODE: Final = '[gpu]\ncount = 1\ndevice = "host"\nmemory = "1GiB"\nthreads = 1\nfast_path = {}\n'
+WAYS: Final = {"fast": "true", "python": "false"}
+
+
+def main() -> None:
+    args = arguments(__doc__ or "").parse_args()
+    rounds = 10 if args.quick else 60
+    torch.set_num_threads(1)
+    goals: list[Goal] = []
+    everything: dict[str, Any] = {}
+    with ExitStack() as running, torch.no_grad():
+        nodes = {way: running.enter_context(running_node(NODE.format(on))) for way, on in WAYS.items()}
+        for name, (model, inputs, commands) in MODELS.items():
+            text = COMMON.replace("MODEL", model).replace("INPUTS", inputs)
+            native: dict[str, Any] = {}
+            exec(compile(text, name, "exec"), native)
+            there = native["build"]()
+            for node in nodes.values():
+                node.deployed(name, text)
+            times: dict[str, list[float]] = {way: [] for way in (*nodes, "native")}
+            for seed in range(rounds + 3):
+                given = native["inputs"](seed)
+                begun = time.perf_counter()
+                expected = native["forward"](there, given)
+                took_ms = {"native": 1e3 * (time.perf_counter() - begun)}
+                for way, node in nodes.items():
+                    answer = node.result(name, {"seed": seed})
+                    assert abs(answer["sum"] - expected.double().sum().item()) < 1e-5, (name, way, seed)
+                    took_ms[way] = answer["ms"]
+                for way, took in took_ms.items() if seed >= 3 else ():
+                    times[way].append(took)
+            median_ms = {way: statistics.median(taken) for way, taken in times.items()}
+            everything[name] = {
+                "ms": median_ms,
+                "us_per_command": {w: 1e3 * t / commands for w, t in median_ms.items()},
+            }
+            print(name, everything[name], flush=True)
+            fast, python = (median_ms[way] / median_ms["native"] for way in WAYS)
+            goals.append(
+                Goal(name=f"{name}: with the fast path ÷ native", goal="<= 0.85", measured=fast, met=fast <= 0.85)
+            )
+            goals.append(Goal(name=f"{name}: by Python alone ÷ native", goal="(none)", measured=python, met=True))
+    report(goals, args, everything)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,693 @@
+// The plain operations of a frame: read, called and entered without the interpreter of Python, see fast_path.py.
+//
+// It does only what goes well. Whatever is not as it should be, or not as simple as here, is left to Python, before
+// anything was done: `Steps.run` returns where that begins, and running.py says what is wrong with it. What an
+// operation raises that only reads is dropped: Python calls it again, and makes room, or the error.
+#include <ATen/Context.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <structmember.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::IValue;
+
+constexpr int TENSOR = 0, SCALAR = 1;  // kinds of operands, as fast_path.py numbers them
+constexpr int FRESH = 0, SAME = 1, NOTHING = 2;  // kinds of results, likewise
+
+struct NotPlain {};  // an argument that only Python can make
+
+// --- objects of Python
+
+template <typename T>
+T* as(PyObject* object) {
+  return reinterpret_cast<T*>(object);
+}
+
+struct Owned {
+  PyObject* object = nullptr;
+  explicit Owned(PyObject* taken = nullptr) : object(taken) {}
+  Owned(const Owned& other) : object(other.object) { Py_XINCREF(object); }
+  Owned(Owned&& other) noexcept : object(other.object) { other.object = nullptr; }
+  Owned& operator=(Owned other) noexcept {
+    std::swap(object, other.object);
+    return *this;
+  }
+  ~Owned() { Py_XDECREF(object); }
+};
+
+Owned borrowed(PyObject* object) {
+  Py_XINCREF(object);
+  return Owned(object);
+}
+
+// The slots of a HeldStorage (storages.py), by their places: a look at one costs nothing then.
+struct Slots {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t nbytes, materialise, may_write, direct, persistent, in_place, dirty, error, storage, tensor, address, views;
+  std::vector<Py_ssize_t> all;
+};
+Slots slots;
+
+Py_ssize_t slot_of(PyTypeObject* type, const char* name) {
+  Owned member(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
+  if (!member.object || Py_TYPE(member.object) != &PyMemberDescr_Type) throw NotPlain();
+  return reinterpret_cast<PyMemberDescrObject*>(member.object)->d_member->offset;
+}
+
+PyObject*& at(PyObject* object, Py_ssize_t slot) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
+}
+
+void put(PyObject* object, Py_ssize_t slot, PyObject* taken) {
+  PyObject* before = at(object, slot);
+  at(object, slot) = taken;
+  Py_XDECREF(before);
+}
+
+// A storage's number: what PyLong_AsLongLong gives for it, -1 for all that is none.
+int64_t number_of(PyObject* object) {
+  if (!object || !PyLong_CheckExact(object)) return -1;
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow || value < 0 ? -1 : value;
+}
+
+// --- plans
+
+struct Meta {
+  Owned object, number;
+  at::ScalarType dtype;
+  std::vector<int64_t> size, stride;
+  int64_t offset = 0, itemsize = 0;
+  Owned extent;
+
+  explicit Meta(PyObject* meta) : object(borrowed(meta)) {
+    number = attribute("number");
+    Owned type = attribute("dtype");
+    dtype = as<THPDtype>(type.object)->scalar_type;
+    size = lengths("size");
+    stride = lengths("stride");
+    offset = PyLong_AsLongLong(attribute("offset").object);
+    itemsize = PyLong_AsLongLong(attribute("itemsize").object);
+    extent = attribute("extent");
+  }
+
+  Owned attribute(const char* name) const {
+    Owned found(PyObject_GetAttrString(object.object, name));
+    if (!found.object) throw NotPlain();
+    return found;
+  }
+
+  std::vector<int64_t> lengths(const char* name) const {
+    Owned found = attribute(name);
+    std::vector<int64_t> values(PyTuple_GET_SIZE(found.object));
+    for (size_t n = 0; n < values.size(); n++) values[n] = PyLong_AsLongLong(PyTuple_GET_ITEM(found.object, n));
+    return values;
+  }
+
+  bool is(const at::Tensor& tensor) const {
+    return tensor.defined() && tensor.scalar_type() == dtype && tensor.layout() == at::kStrided &&
+        tensor.sizes() == at::IntArrayRef(size) && tensor.strides() == at::IntArrayRef(stride) &&
+        tensor.storage_offset() == offset && !tensor.is_conj() && !tensor.is_neg();
+  }
+};
+
+struct Operand {
+  int kind;
+  int argument;  // of the schema
+  int item;      // of a list of tensors; -1: the argument itself
+  std::optional<Meta> meta;
+};
+
+struct Result {
+  int kind;
+  int number;  // slot, or operand counted over tensors
+  std::optional<Meta> meta;
+};
+
+struct Plan {
+  PyObject_HEAD
+  c10::OperatorHandle* operation;
+  std::vector<IValue>* arguments;
+  std::vector<Operand>* operands;
+  std::vector<Result>* results;
+  std::vector<int>* written;  // operands, counted over tensors
+  int fresh, tensors;
+  at::ScalarType default_dtype;
+  bool attention;  // only while PyTorch may choose the kernel
+  bool embedding;  // its table may be read where it comes from
+  bool off;        // results were not as predicted: strides, for example
+};
+
+c10::TypePtr bare(const c10::TypePtr& type) {
+  return type->kind() == c10::TypeKind::OptionalType ? type->castRaw<c10::OptionalType>()->getElementType() : type;
+}
+
+at::Scalar scalar_of(PyObject* value) {
+  if (PyBool_Check(value)) return at::Scalar(value == Py_True);
+  if (PyFloat_CheckExact(value)) return at::Scalar(PyFloat_AS_DOUBLE(value));
+  int overflow = 0;
+  if (!PyLong_CheckExact(value)) throw NotPlain();
+  const long long whole = PyLong_AsLongLongAndOverflow(value, &overflow);
+  if (overflow) throw NotPlain();
+  return at::Scalar(static_cast<int64_t>(whole));
+}
+
+// As PyTorch takes it from Python: a number in a tensor's place is one that decides no dtype.
+IValue number_as(const c10::TypePtr& type, PyObject* value) {
+  const at::Scalar scalar = scalar_of(value);
+  switch (type->kind()) {
+    case c10::TypeKind::NumberType:
+      return scalar;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+      if (scalar.isFloatingPoint()) throw NotPlain();
+      return scalar.toLong();
+    case c10::TypeKind::FloatType:
+      if (scalar.isBoolean()) throw NotPlain();
+      return scalar.toDouble();
+    case c10::TypeKind::BoolType:
+      if (!scalar.isBoolean()) throw NotPlain();
+      return scalar.toBool();
+    case c10::TypeKind::TensorType: {
+      at::Tensor tensor = at::scalar_to_tensor(scalar);
+      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return tensor;
+    }
+    default:
+      throw NotPlain();
+  }
+}
+
+IValue list_as(const c10::TypePtr& element, PyObject* value, std::optional<int32_t> length) {
+  const bool single = !PyList_CheckExact(value);
+  if (single && !length) throw NotPlain();
+  const Py_ssize_t count = single ? *length : PyList_GET_SIZE(value);
+  c10::List<int64_t> whole;
+  c10::List<double> real;
+  c10::List<bool> truths;
+  for (Py_ssize_t n = 0; n < count; n++) {
+    const IValue item = number_as(element, single ? value : PyList_GET_ITEM(value, n));
+    if (item.isInt()) whole.push_back(item.toInt());
+    else if (item.isDouble()) real.push_back(item.toDouble());
+    else if (item.isBool()) truths.push_back(item.toBool());
+    else throw NotPlain();
+  }
+  switch (element->kind()) {
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+      return whole;
+    case c10::TypeKind::FloatType:
+      return real;
+    case c10::TypeKind::BoolType:
+      return truths;
+    default:
+      throw NotPlain();
+  }
+}
+
+// An argument that is the same at each call.
+IValue fixed(const c10::Argument& argument, PyObject* value) {
+  if (value == Py_None) {
+    if (argument.type()->kind() == c10::TypeKind::OptionalType) return IValue();
+    throw NotPlain();
+  }
+  const c10::TypePtr type = bare(argument.type());
+  const bool enumerated = type->kind() == c10::TypeKind::IntType;  // as the dispatcher has them
+  if (enumerated && THPDtype_Check(value)) return static_cast<int64_t>(as<THPDtype>(value)->scalar_type);
+  if (enumerated && THPLayout_Check(value)) return static_cast<int64_t>(as<THPLayout>(value)->layout);
+  if (enumerated && THPMemoryFormat_Check(value)) return static_cast<int64_t>(as<THPMemoryFormat>(value)->memory_format);
+  if (type->kind() == c10::TypeKind::DeviceObjType && THPDevice_Check(value)) return as<THPDevice>(value)->device;
+  if (type->kind() == c10::TypeKind::StringType && PyUnicode_CheckExact(value)) {
+    const char* text = PyUnicode_AsUTF8(value);
+    if (!text) throw NotPlain();
+    return std::string(text);
+  }
+  if (type->kind() == c10::TypeKind::ListType) {
+    return list_as(type->castRaw<c10::ListType>()->getElementType(), value, argument.N());
+  }
+  return number_as(type, value);
+}
+
+// --- running
+
+struct Steps {
+  PyObject_HEAD
+  PyObject *plans, *by_id, *freed, *table, *view;  // dicts, a StorageTable, the name of its method
+  Py_ssize_t ran, failed;                          // operations of the last run, and where one has raised
+  Py_ssize_t most;                                 // storages
+  int64_t free_code;
+};
+
+enum class Outcome { DONE, LEFT, RAISED };
+
+struct Step {
+  std::vector<Owned> entries;  // of the tensors among the operands: another thread may unbind one
+  std::vector<at::Tensor> tensors;
+  std::vector<IValue> stack;
+  std::vector<at::Tensor> made;
+};
+
+bool may_be_written(PyObject* entry) {
+  return at(entry, slots.may_write) == Py_None || at(entry, slots.in_place) == Py_True;
+}
+
+// The tensor that an operand names; null if Python is to see to it.
+PyObject* viewed(Steps* self, const Plan* plan, const Meta& meta, PyObject* entry) {
+  PyObject* views = at(entry, slots.views);
+  PyObject* view = PyDict_GetItemWithError(views, meta.number.object);
+  if (view) return view;
+  if (PyErr_Occurred() || (plan->embedding && at(entry, slots.direct) != Py_None)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  Owned made(PyObject_CallMethodObjArgs(self->table, self->view, entry, meta.object.object, nullptr));
+  if (!made.object) {
+    PyErr_Clear();  // Python meets it again
+    return nullptr;
+  }
+  return PyDict_GetItemWithError(at(entry, slots.views), meta.number.object);
+}
+
+bool prepared(Steps* self, const Plan* plan, PyObject* commands, Py_ssize_t position, Step& step) {
+  step.stack.assign(plan->arguments->begin(), plan->arguments->end());
+  step.entries.clear();
+  step.tensors.clear();
+  const auto& schema = plan->operation->schema();
+  int32_t listed = -1;
+  for (const Operand& operand : *plan->operands) {
+    PyObject* value = PyList_GET_ITEM(commands, position++);
+    if (operand.kind == SCALAR) {
+      try {
+        step.stack[operand.argument] = number_as(bare(schema.arguments()[operand.argument].type()), value);
+      } catch (const NotPlain&) {
+        return false;
+      }
+      continue;
+    }
+    if (number_of(value) < 0) return false;
+    PyObject* entry = PyDict_GetItemWithError(self->by_id, value);
+    if (!entry || Py_TYPE(entry) != slots.type || at(entry, slots.error) != Py_None) return false;
+    for (int index : *plan->written) {
+      if (index == static_cast<int>(step.entries.size()) && !may_be_written(entry)) return false;
+    }
+    step.entries.push_back(borrowed(entry));
+    PyObject* view = viewed(self, plan, *operand.meta, entry);
+    if (!view || !THPVariable_Check(view)) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(view);
+    step.tensors.push_back(tensor);
+    if (operand.item < 0) {
+      step.stack[operand.argument] = tensor;
+    } else {
+      if (listed != operand.argument) step.stack[operand.argument] = c10::List<at::Tensor>();
+      listed = operand.argument;
+      step.stack[operand.argument].toTensorList().push_back(tensor);
+    }
+  }
+  return true;
+}
+
+// Ids of results that Python would take, too.
+bool are_new(Steps* self, PyObject* commands, Py_ssize_t position, int count) {
+  if (PyDict_GET_SIZE(self->by_id) + count > self->most) return false;
+  for (int n = 0; n < count; n++) {
+    PyObject* number = PyList_GET_ITEM(commands, position + n);
+    if (number_of(number) < 0) return false;
+    for (int before = 0; before < n; before++) {
+      if (number_of(PyList_GET_ITEM(commands, position + before)) == number_of(number)) return false;
+    }
+    for (PyObject* known : {self->by_id, self->freed}) {
+      const int found = PyDict_Contains(known, number);
+      if (found) return false;
+    }
+  }
+  return true;
+}
+
+bool lies_in_an_operand(const at::Tensor& tensor, const Step& step) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  if (!address) return false;
+  for (const Owned& entry : step.entries) {
+    const uintptr_t start = PyLong_AsUnsignedLongLong(at(entry.object, slots.address));
+    if (start <= address && address < start + PyLong_AsUnsignedLongLong(at(entry.object, slots.nbytes))) return true;
+  }
+  return false;
+}
+
+bool as_predicted(const Plan* plan, Step& step) {
+  if (step.stack.size() != plan->results->size()) return plan->results->empty() && step.stack.empty();
+  step.made.clear();
+  for (size_t n = 0; n < plan->results->size(); n++) {
+    const Result& result = (*plan->results)[n];
+    if (!step.stack[n].isTensor()) return false;
+    const at::Tensor& tensor = step.stack[n].toTensor();
+    if (result.kind == NOTHING) {
+      if (tensor.defined() && tensor.numel()) return false;
+    } else if (result.kind == SAME) {
+      if (!tensor.defined() || tensor.data_ptr() != step.tensors[result.number].data_ptr()) return false;
+    } else {
+      if (!result.meta->is(tensor) || lies_in_an_operand(tensor, step)) return false;
+      for (const at::Tensor& other : step.made) {
+        if (other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) return false;
+      }
+      step.made.push_back(tensor);
+    }
+  }
+  return true;
+}
+
+// A HeldStorage, as HeldStorage.of_result makes it.
+PyObject* held(const at::Tensor& tensor, const Meta& meta) {
+  Owned wrapped(THPVariable_Wrap(tensor));
+  Owned views(PyDict_New());
+  if (!wrapped.object || !views.object) return nullptr;
+  if (PyDict_SetItem(views.object, meta.number.object, wrapped.object)) return nullptr;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr()) - meta.offset * meta.itemsize;
+  Owned where(PyLong_FromUnsignedLongLong(tensor.data_ptr() ? address : 0));
+  if (!where.object) return nullptr;
+  PyObject* entry = slots.type->tp_alloc(slots.type, 0);
+  if (!entry) return nullptr;
+  for (Py_ssize_t slot : slots.all) at(entry, slot) = Py_NewRef(Py_None);
+  for (Py_ssize_t slot : {slots.persistent, slots.in_place, slots.dirty}) put(entry, slot, Py_NewRef(Py_False));
+  put(entry, slots.nbytes, Py_NewRef(meta.extent.object));
+  put(entry, slots.tensor, Py_NewRef(wrapped.object));
+  put(entry, slots.address, Py_NewRef(where.object));
+  put(entry, slots.views, Py_NewRef(views.object));
+  return entry;
+}
+
+bool entered(Steps* self, const Plan* plan, Step& step, PyObject* commands, Py_ssize_t position) {
+  for (int index : *plan->written) put(step.entries[index].object, slots.dirty, Py_NewRef(Py_True));
+  size_t made = 0;
+  for (const Result& result : *plan->results) {
+    if (result.kind != FRESH) continue;
+    Owned entry(held(step.made[made++], *result.meta));
+    PyObject* number = PyList_GET_ITEM(commands, position + result.number);
+    if (!entry.object || PyDict_SetItem(self->by_id, number, entry.object)) return false;
+  }
+  return true;
+}
+
+// `position` is behind the key.
+Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t position, Step& step) {
+  const Py_ssize_t middle = position + static_cast<Py_ssize_t>(plan->operands->size());
+  if (plan->off || middle + plan->fresh > PyList_GET_SIZE(commands)) return Outcome::LEFT;
+  if (plan->default_dtype != c10::get_default_dtype_as_scalartype()) return Outcome::LEFT;
+  if (plan->attention && !at::globalContext().userEnabledFlashSDP() && !at::globalContext().userEnabledMathSDP()) {
+    return Outcome::LEFT;
+  }
+  if (!are_new(self, commands, middle, plan->fresh)) return Outcome::LEFT;
+  if (!prepared(self, plan, commands, position, step)) return Outcome::LEFT;
+  std::exception_ptr raised;
+  {
+    PyThreadState* thread = PyEval_SaveThread();
+    try {
+      plan->operation->callBoxed(&step.stack);
+    } catch (...) {
+      raised = std::current_exception();
+    }
+    PyEval_RestoreThread(thread);
+  }
+  if (raised) {
+    if (plan->written->empty()) return Outcome::LEFT;
+    torch::translate_exception_to_python(raised);
+    return Outcome::RAISED;
+  }
+  if (!as_predicted(plan, step)) {
+    plan->off = true;
+    if (plan->written->empty()) return Outcome::LEFT;
+    PyErr_Format(
+        PyExc_RuntimeError, "%s gave other results than the client expected: its shape rule is wrong here",
+        plan->operation->schema().name().c_str());
+    return Outcome::RAISED;
+  }
+  return entered(self, plan, step, commands, middle) ? Outcome::DONE : Outcome::RAISED;
+}
+
+// The position behind a FREE, `position` being behind its code; -1 if Python is to see to it.
+Py_ssize_t freed(Steps* self, PyObject* commands, Py_ssize_t position) {
+  if (position >= PyList_GET_SIZE(commands)) return -1;
+  const int64_t count = number_of(PyList_GET_ITEM(commands, position));
+  if (count < 0 || count > PyList_GET_SIZE(commands) - position - 1) return -1;
+  const Py_ssize_t end = position + 1 + count;
+  for (Py_ssize_t n = position + 1; n < end; n++) {
+    PyObject* number = PyList_GET_ITEM(commands, n);
+    if (number_of(number) < 0) return -1;
+    PyObject* entry = PyDict_GetItemWithError(self->by_id, number);
+    if (!entry || Py_TYPE(entry) != slots.type || at(entry, slots.persistent) != Py_False) return -1;
+  }
+  for (Py_ssize_t n = position + 1; n < end; n++) {
+    if (PyDict_DelItem(self->by_id, PyList_GET_ITEM(commands, n))) PyErr_Clear();  // one that is named twice
+  }
+  return end;
+}
+
+PyObject* steps_run(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  auto* self = reinterpret_cast<Steps*>(object);
+  if (count != 2 || !PyList_CheckExact(arguments[0])) {
+    PyErr_SetString(PyExc_TypeError, "run(commands, position)");
+    return nullptr;
+  }
+  PyObject* commands = arguments[0];
+  Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+  self->ran = 0;
+  Step step;
+  while (position < PyList_GET_SIZE(commands)) {
+    PyObject* code = PyList_GET_ITEM(commands, position);
+    if (!PyLong_CheckExact(code)) break;
+    PyObject* found = PyDict_GetItemWithError(self->plans, code);
+    if (!found) {
+      int overflow = 0;
+      if (PyLong_AsLongLongAndOverflow(code, &overflow) != self->free_code || overflow) break;
+      const Py_ssize_t end = freed(self, commands, position + 1);
+      if (end < 0) break;
+      position = end;
+      continue;
+    }
+    Owned plan = borrowed(found);  // a finalizer may run anything
+    auto* known = reinterpret_cast<Plan*>(plan.object);
+    const Outcome outcome = operation(self, known, commands, position + 1, step);
+    if (outcome == Outcome::LEFT) break;
+    if (outcome == Outcome::RAISED) {
+      self->failed = position;
+      return nullptr;
+    }
+    self->ran++;
+    position += 1 + static_cast<Py_ssize_t>(known->operands->size()) + known->fresh;
+  }
+  return PyLong_FromSsize_t(position);
+}
+
+// --- types
+
+void plan_dealloc(PyObject* object) {
+  auto* plan = as<Plan>(object);
+  delete plan->operation;
+  delete plan->arguments;
+  delete plan->operands;
+  delete plan->results;
+  delete plan->written;
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+// Plan(name, overload, arguments, operands, results, written, fresh, default_dtype, attention, embedding), see
+// fast_path.py. Raises ValueError if it is not plain.
+PyObject* plan_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  const char *name = nullptr, *overload = nullptr;
+  PyObject *values, *operands, *results, *written, *dtype;
+  int fresh, attention, embedding;
+  if (!PyArg_ParseTuple(
+          arguments, "ssO!O!O!O!iOpp", &name, &overload, &PyList_Type, &values, &PyList_Type, &operands, &PyList_Type,
+          &results, &PyList_Type, &written, &fresh, &dtype, &attention, &embedding)) {
+    return nullptr;
+  }
+  Owned made(type->tp_alloc(type, 0));
+  if (!made.object) return nullptr;
+  auto* plan = as<Plan>(made.object);
+  plan->arguments = new std::vector<IValue>();
+  plan->operands = new std::vector<Operand>();
+  plan->results = new std::vector<Result>();
+  plan->written = new std::vector<int>();
+  plan->fresh = fresh;
+  plan->attention = attention;
+  plan->embedding = embedding;
+  plan->default_dtype = as<THPDtype>(dtype)->scalar_type;
+  try {
+    const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
+    if (!found) throw NotPlain();
+    plan->operation = new c10::OperatorHandle(*found);
+    const auto& schema = found->schema();
+    if (static_cast<size_t>(PyList_GET_SIZE(values)) != schema.arguments().size()) throw NotPlain();
+    for (size_t n = 0; n < schema.arguments().size(); n++) {
+      PyObject* value = PyList_GET_ITEM(values, n);
+      plan->arguments->push_back(value == Py_Ellipsis ? IValue() : fixed(schema.arguments()[n], value));
+    }
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(operands); n++) {
+      Operand operand{};
+      PyObject* meta = nullptr;
+      if (!PyArg_ParseTuple(PyList_GET_ITEM(operands, n), "iiiO", &operand.kind, &operand.argument, &operand.item, &meta)) {
+        return nullptr;
+      }
+      if (meta != Py_None) operand.meta.emplace(meta);
+      const c10::TypePtr type = bare(schema.arguments()[operand.argument].type());
+      const bool list = operand.item >= 0 && type->kind() == c10::TypeKind::ListType;
+      const c10::TypePtr tensor = list ? type->castRaw<c10::ListType>()->getElementType() : type;
+      const bool takes = tensor->kind() == c10::TypeKind::TensorType && list == (operand.item >= 0);
+      if (operand.kind == TENSOR && !(takes && operand.meta)) throw NotPlain();
+      plan->operands->push_back(std::move(operand));
+    }
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(results); n++) {
+      Result result{};
+      PyObject* meta = nullptr;
+      if (!PyArg_ParseTuple(PyList_GET_ITEM(results, n), "iiO", &result.kind, &result.number, &meta)) return nullptr;
+      if (meta != Py_None) result.meta.emplace(meta);
+      plan->results->push_back(std::move(result));
+    }
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(written); n++) {
+      plan->written->push_back(static_cast<int>(PyLong_AsLong(PyList_GET_ITEM(written, n))));
+    }
+  } catch (const NotPlain&) {
+    PyErr_Clear();
+    PyErr_SetString(PyExc_ValueError, "not plain");
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
+  }
+  return Py_NewRef(made.object);
+}
+
+int steps_visit(PyObject* object, visitproc visit, void* arg) {
+  auto* self = as<Steps>(object);
+  Py_VISIT(Py_TYPE(object));
+  for (PyObject* held : {self->plans, self->by_id, self->freed, self->table}) Py_VISIT(held);
+  return 0;
+}
+
+int steps_clear(PyObject* object) {
+  auto* self = as<Steps>(object);
+  for (PyObject** held : {&self->plans, &self->by_id, &self->freed, &self->table, &self->view}) {
+    PyObject* before = *held;
+    *held = nullptr;
+    Py_XDECREF(before);
+  }
+  return 0;
+}
+
+void steps_dealloc(PyObject* object) {
+  PyObject_GC_UnTrack(object);
+  steps_clear(object);
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+// Steps(plans, by_id, freed, table, most, free_code)
+PyObject* steps_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *plans, *by_id, *freed, *table;
+  Py_ssize_t most;
+  long long code;
+  if (!PyArg_ParseTuple(
+          arguments, "O!O!O!OnL", &PyDict_Type, &plans, &PyDict_Type, &by_id, &PyDict_Type, &freed, &table, &most, &code)) {
+    return nullptr;
+  }
+  PyObject* view = PyUnicode_InternFromString("view");
+  PyObject* made = view ? type->tp_alloc(type, 0) : nullptr;
+  if (!made) {
+    Py_XDECREF(view);
+    return nullptr;
+  }
+  auto* self = as<Steps>(made);
+  self->plans = Py_NewRef(plans);
+  self->by_id = Py_NewRef(by_id);
+  self->freed = Py_NewRef(freed);
+  self->table = Py_NewRef(table);
+  self->view = view;
+  self->most = most;
+  self->free_code = code;
+  return made;
+}
+
+PyMethodDef steps_methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(steps_run)), METH_FASTCALL,
+     "Run plain commands; the position of the first that is not."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef steps_members[] = {
+    {"ran", T_PYSSIZET, offsetof(Steps, ran), READONLY, "operations of the last run that have run"},
+    {"failed", T_PYSSIZET, offsetof(Steps, failed), READONLY, "the position of the one that raised"},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot steps_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(steps_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(steps_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(steps_visit)},
+    {Py_tp_clear, reinterpret_cast<void*>(steps_clear)},
+    {Py_tp_methods, steps_methods},
+    {Py_tp_members, steps_members},
+    {0, nullptr}};
+PyType_Spec steps_spec = {
+    "dormouse_fast_path.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, steps_slots};
+
+PyMemberDef plan_members[] = {
+    {"off", T_BOOL, offsetof(Plan, off), READONLY, "its results were not as predicted"}, {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot plan_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(plan_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(plan_dealloc)},
+    {Py_tp_members, plan_members},
+    {0, nullptr}};
+PyType_Spec plan_spec = {"dormouse_fast_path.Plan", sizeof(Plan), 0, Py_TPFLAGS_DEFAULT, plan_slots};
+
+// bind(HeldStorage): before anything else.
+PyObject* bind(PyObject*, PyObject* type) {
+  try {
+    slots.type = as<PyTypeObject>(type);
+    slots.all.clear();
+    const std::pair<const char*, Py_ssize_t*> named[] = {
+        {"nbytes", &slots.nbytes},         {"materialise", &slots.materialise}, {"may_write", &slots.may_write},
+        {"direct", &slots.direct},         {"persistent", &slots.persistent},   {"in_place", &slots.in_place},
+        {"dirty", &slots.dirty},           {"error", &slots.error},             {"storage", &slots.storage},
+        {"tensor", &slots.tensor},         {"address", &slots.address},         {"views", &slots.views}};
+    for (const auto& [name, place] : named) slots.all.push_back(*place = slot_of(slots.type, name));
+    Py_INCREF(type);
+  } catch (const NotPlain&) {
+    PyErr_Clear();
+    PyErr_SetString(PyExc_TypeError, "a HeldStorage has other slots");
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {{"bind", bind, METH_O, "Say which type storages have."}, {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "dormouse_fast_path", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_dormouse_fast_path() {
+  PyObject* module = PyModule_Create(&definition);
+  if (!module) return nullptr;
+  for (PyType_Spec* spec : {&steps_spec, &plan_spec}) {
+    PyObject* type = PyType_FromSpec(spec);
+    if (!type || PyModule_AddType(module, as<PyTypeObject>(type))) return nullptr;
+    Py_DECREF(type);
+  }
+  return module;
+}

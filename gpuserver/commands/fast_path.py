@@ -1,0 +1,209 @@
+"""Plain operations of a frame, run by C++ (fast_path.cpp): read, called, compared and entered in a microsecond.
+
+A key has a plan if its call is the same each time but for its tensors and numbers, if its results are fresh tensors or
+operands that it writes, and if no check looks at values. All else, and all that is not as it should be, running.py
+does. Without a compiler, or until the library is built, it does everything.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import sysconfig
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dormouse.gpuserver import native
+from dormouse.gpuserver.commands import index_checks, operand_checks
+from dormouse.gpuserver.commands.definitions import DEVICE, CheckedMeta, GeneratorHole, Hole, Kernel
+from dormouse.gpuserver.commands.emulation import EMULATED
+from dormouse.gpuserver.commands.oplist import Allowed
+from dormouse.gpuserver.commands.storages import EMBEDDING, MAX_STORAGES, HeldStorage, StorageTable
+from dormouse.schemas import stream as wire
+from dormouse.schemas.errors import ConfigError
+
+SOURCE: Final = Path(__file__).with_name("fast_path.cpp")
+_NAME: Final = "dormouse_fast_path"
+_FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
+_LINKS: Final = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
+_ATTENTION: Final = "aten::scaled_dot_product_attention"
+_ENUMERATED: Final = (torch.dtype, torch.layout, torch.memory_format)
+_TENSOR, _SCALAR = 0, 1
+_RESULTS: Final = {wire.FRESH: 0, wire.SAME: 1, wire.NOTHING: 2}
+
+
+class NotPlain(Exception):
+    """A key that Python runs."""
+
+
+def build() -> Path:
+    """Compile it unless that was done. Raises ConfigError with the reason."""
+    return native.build(SOURCE, _flags(), _LINKS)
+
+
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, f"-I{sysconfig.get_paths()['include']}")
+
+
+class FastPath:
+    """The library, which is there once."""
+
+    def __init__(self, path: Path) -> None:
+        loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+        spec = importlib.util.spec_from_file_location(_NAME, str(path), loader=loader)
+        assert spec is not None
+        self._module: Any = importlib.util.module_from_spec(spec)
+        loader.exec_module(self._module)
+        self._module.bind(HeldStorage)
+
+    def steps(self, plans: dict[int, Any], table: StorageTable) -> Any:
+        return self._module.Steps(plans, table.by_id, table.freed_persistent, table, MAX_STORAGES, wire.FREE)
+
+    def plan(self, kernel: Kernel, device: torch.device) -> Any:
+        """None if it is not plain."""
+        try:
+            return self._module.Plan(*_planned(kernel, device))
+        except (NotPlain, ValueError):
+            return None
+
+
+_loaded: FastPath | None = None
+
+
+@cache
+def _path() -> Path:
+    return native.library_path(SOURCE, _flags())
+
+
+def load() -> FastPath | None:
+    """None while it is not built."""
+    global _loaded
+    if _loaded is None and _path().exists():
+        _loaded = FastPath(_path())
+    return _loaded
+
+
+def prepare() -> bool:
+    """Build it, if it has to be, beside all else and after all else: the first start of a node does not wait for it.
+    Whether there will be one.
+    """
+    if _path().exists():
+        return True
+    if native.find_compiler() is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return False
+
+    def built() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the compiler has it from this thread
+        try:
+            build()
+        except ConfigError as error:
+            print(f"Python runs each operation: {error}", file=sys.stderr)
+
+    threading.Thread(target=built, name="build", daemon=True).start()
+    return True
+
+
+def _planned(kernel: Kernel, device: torch.device) -> tuple[Any, ...]:
+    """What a Plan is made of. Raises NotPlain."""
+    op, prediction = kernel.op, kernel.predicted
+    if op is None or prediction is None or prediction.listed or prediction.changes or op.custom or op.resizes:
+        raise NotPlain
+    if op.random and op.draws(kernel.args, kernel.kwargs):
+        raise NotPlain
+    if device.type == "cpu" and kernel.name in EMULATED and kernel.name != _ATTENTION:
+        raise NotPlain
+    if device.type == "cuda" and op.base in index_checks.RULES:
+        raise NotPlain
+    _expect_checked(kernel, op)
+    arguments, places = _arguments(kernel, op, device)
+    operands = []
+    tensors = iter(kernel.metas)
+    for number, (kind, _) in enumerate(kernel.operands):
+        if kind not in (wire.TENSOR, wire.SCALAR) or number not in places:
+            raise NotPlain
+        meta = next(tensors) if kind == wire.TENSOR else None
+        if meta is None and places[number][1] >= 0:
+            raise NotPlain
+        operands.append((_SCALAR if meta is None else _TENSOR, *places[number], meta))
+    schema = op.schema
+    return (
+        schema.name,
+        schema.overload_name,
+        arguments,
+        operands,
+        _results(kernel),
+        list(kernel.written),
+        kernel.n_fresh,
+        kernel.default_dtype,
+        device.type == "cpu" and kernel.name == _ATTENTION,
+        kernel.name == EMBEDDING,
+    )
+
+
+def _results(kernel: Kernel) -> list[tuple[int, int, CheckedMeta | None]]:
+    assert kernel.predicted is not None
+    results = kernel.predicted.results
+    slots = [number for kind, _, number in results if kind == wire.FRESH]
+    if slots != list(range(kernel.n_fresh)) or any(kind not in _RESULTS for kind, _, _ in results):
+        raise NotPlain
+    if kernel.written and any(kind != wire.SAME for kind, _, _ in results):
+        raise NotPlain
+    return [(_RESULTS[kind], number, meta) for kind, meta, number in results]
+
+
+def _arguments(kernel: Kernel, op: Allowed, device: torch.device) -> tuple[list[Any], dict[int, tuple[int, int]]]:
+    """In the schema's order, with an ellipsis for what is filled in; and of each operand argument and item."""
+    named = [argument.name for argument in op.schema.arguments if not argument.kwarg_only]
+    if len(kernel.args) > len(named) or not kernel.kwargs.keys().isdisjoint(named[: len(kernel.args)]):
+        raise NotPlain
+    values = op.bound(kernel.args, kernel.kwargs)
+    arguments: list[Any] = []
+    places: dict[int, tuple[int, int]] = {}
+    for at, argument in enumerate(op.schema.arguments):
+        if argument.name not in values:
+            raise NotPlain
+        value = values.pop(argument.name)
+        misplaced = isinstance(value, _ENUMERATED) and at not in op.enumerations
+        if isinstance(value, Hole):
+            places[value.index] = (at, -1)
+            value = ...
+        elif value is DEVICE:
+            value = device
+        elif misplaced or isinstance(value, GeneratorHole | complex):
+            raise NotPlain
+        elif isinstance(value, list) and any(isinstance(item, Hole) for item in value):
+            numbers = [item.index if isinstance(item, Hole) else -1 for item in value]
+            if min(numbers) < 0 or numbers != sorted(numbers):
+                raise NotPlain
+            places |= {number: (at, item) for item, number in enumerate(numbers)}
+            value = ...
+        arguments.append(value)
+    if values:
+        raise NotPlain
+    return arguments, places
+
+
+def _expect_checked(kernel: Kernel, op: Allowed) -> None:
+    """The check that its kernel does not make has passed, whatever the tensors hold. Raises NotPlain."""
+    check = operand_checks.CHECKS.get(op.base)
+    if check is None:
+        return
+    if len(kernel.metas) < kernel.n_operands:
+        raise NotPlain
+    shapes = [torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta") for meta in kernel.metas]
+    try:
+        args = [kernel.fill(value, shapes, lambda special: special) for value in kernel.args]
+        kwargs = {name: kernel.fill(value, shapes, lambda special: special) for name, value in kernel.kwargs.items()}
+        problem = check(op.bound(args, kwargs))
+    except Exception:  # it looks at values, which these do not have
+        raise NotPlain from None
+    if problem is not None:
+        raise NotPlain
+
+
+if __name__ == "__main__":
+    sys.exit(native.build_now(build))
