@@ -247,8 +247,10 @@ def test_a_result_that_lies_in_an_operand_is_refused() -> None:
 
 
 def test_other_commands_are_not_read_as_frees() -> None:
-    _, replies = both([100, 4, 50, wire.SYNC, 1, 100, 50, 51, wire.MEMORY, 2, 100, 51, 52, 1 << 63])
+    """Nor a number that is none of ours, whatever C makes of it."""
+    side, replies = both([100, 4, 50, wire.DOWNLOAD, 1, 50, 0, -1, 100, 50, 51, 1 << 63, 1, 51])
     assert replies == f"{1 << 63} is neither a command nor a key that was defined"
+    assert {50, 51} <= side.interpreter.table.by_id.keys()
 
 
 def test_what_others_share_is_copied_before_it_is_written() -> None:
