@@ -286,8 +286,9 @@ PyObject* viewed(Steps* self, const Plan* plan, const Meta& meta, PyObject* entr
 
 bool prepared(Steps* self, const Plan* plan, PyObject* commands, Py_ssize_t position, Step& step) {
   step.stack.assign(plan->arguments->begin(), plan->arguments->end());
-  step.entries.clear();
+  step.entries.clear();  // what is not needed any more is free before the next call takes memory
   step.tensors.clear();
+  step.made.clear();
   const auto& schema = plan->operation->schema();
   int32_t listed = -1;
   for (const Operand& operand : *plan->operands) {
@@ -351,7 +352,6 @@ bool lies_in_an_operand(const at::Tensor& tensor, const Step& step) {
 
 bool as_predicted(const Plan* plan, Step& step) {
   if (step.stack.size() != plan->results->size()) return plan->results->empty() && step.stack.empty();
-  step.made.clear();
   for (size_t n = 0; n < plan->results->size(); n++) {
     const Result& result = (*plan->results)[n];
     if (!step.stack[n].isTensor()) return false;
