@@ -58,7 +58,8 @@ Owned borrowed(PyObject* object) {
 // The slots of a HeldStorage (storages.py), by their places: a look at one costs nothing then.
 struct Slots {
   PyTypeObject* type = nullptr;
-  Py_ssize_t nbytes, materialise, may_write, direct, persistent, in_place, dirty, error, storage, tensor, address, views;
+  Py_ssize_t nbytes, materialise, may_write, direct, persistent, in_place;
+  Py_ssize_t dirty, error, storage, tensor, address, views;
   std::vector<Py_ssize_t> all;
 };
 Slots slots;
@@ -231,7 +232,9 @@ IValue fixed(const c10::Argument& argument, PyObject* value) {
   const bool enumerated = type->kind() == c10::TypeKind::IntType;  // as the dispatcher has them
   if (enumerated && THPDtype_Check(value)) return static_cast<int64_t>(as<THPDtype>(value)->scalar_type);
   if (enumerated && THPLayout_Check(value)) return static_cast<int64_t>(as<THPLayout>(value)->layout);
-  if (enumerated && THPMemoryFormat_Check(value)) return static_cast<int64_t>(as<THPMemoryFormat>(value)->memory_format);
+  if (enumerated && THPMemoryFormat_Check(value)) {
+    return static_cast<int64_t>(as<THPMemoryFormat>(value)->memory_format);
+  }
   if (type->kind() == c10::TypeKind::DeviceObjType && THPDevice_Check(value)) return as<THPDevice>(value)->device;
   if (type->kind() == c10::TypeKind::StringType && PyUnicode_CheckExact(value)) {
     const char* text = PyUnicode_AsUTF8(value);
@@ -542,7 +545,8 @@ PyObject* plan_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
     for (Py_ssize_t n = 0; n < PyList_GET_SIZE(operands); n++) {
       Operand operand{};
       PyObject* meta = nullptr;
-      if (!PyArg_ParseTuple(PyList_GET_ITEM(operands, n), "iiiO", &operand.kind, &operand.argument, &operand.item, &meta)) {
+      PyObject* told = PyList_GET_ITEM(operands, n);
+      if (!PyArg_ParseTuple(told, "iiiO", &operand.kind, &operand.argument, &operand.item, &meta)) {
         return nullptr;
       }
       if (meta != Py_None) operand.meta.emplace(meta);
@@ -605,7 +609,8 @@ PyObject* steps_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   Py_ssize_t most;
   long long code;
   if (!PyArg_ParseTuple(
-          arguments, "O!O!O!OnL", &PyDict_Type, &plans, &PyDict_Type, &by_id, &PyDict_Type, &freed, &table, &most, &code)) {
+          arguments, "O!O!O!OnL", &PyDict_Type, &plans, &PyDict_Type, &by_id, &PyDict_Type, &freed, &table, &most,
+          &code)) {
     return nullptr;
   }
   PyObject* view = PyUnicode_InternFromString("view");
