@@ -148,7 +148,7 @@ struct Plan {
   std::vector<Operand>* operands;
   std::vector<Result>* results;
   std::vector<int>* written;  // operands, counted over tensors
-  int fresh, tensors;
+  int fresh;
   at::ScalarType default_dtype;
   bool attention;  // only while PyTorch may choose the kernel
   bool embedding;  // its table may be read where it comes from
@@ -406,6 +406,33 @@ bool entered(Steps* self, const Plan* plan, Step& step, PyObject* commands, Py_s
   return true;
 }
 
+// What the call raises, without Python's lock.
+std::exception_ptr called(const Plan* plan, Step& step) {
+  std::exception_ptr raised;
+  PyThreadState* thread = PyEval_SaveThread();
+  try {
+    plan->operation->callBoxed(&step.stack);
+  } catch (...) {
+    raised = std::current_exception();
+  }
+  PyEval_RestoreThread(thread);
+  return raised;
+}
+
+// An operation has raised this, or has given something else than was predicted. If it writes, it must not run again.
+Outcome failed(Plan* plan, const std::exception_ptr& raised) {
+  plan->off = plan->off || !raised;
+  if (plan->written->empty()) return Outcome::LEFT;
+  if (raised) {
+    torch::translate_exception_to_python(raised);
+  } else {
+    PyErr_Format(
+        PyExc_RuntimeError, "%s gave other results than the client expected: its shape rule is wrong here",
+        plan->operation->schema().name().c_str());
+  }
+  return Outcome::RAISED;
+}
+
 // `position` is behind the key.
 Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t position, Step& step) {
   const Py_ssize_t middle = position + static_cast<Py_ssize_t>(plan->operands->size());
@@ -415,31 +442,23 @@ Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t positi
     return Outcome::LEFT;
   }
   if (!are_new(self, commands, middle, plan->fresh)) return Outcome::LEFT;
-  if (!prepared(self, plan, commands, position, step)) return Outcome::LEFT;
-  std::exception_ptr raised;
-  {
-    PyThreadState* thread = PyEval_SaveThread();
-    try {
-      plan->operation->callBoxed(&step.stack);
-    } catch (...) {
-      raised = std::current_exception();
-    }
-    PyEval_RestoreThread(thread);
+  try {
+    if (!prepared(self, plan, commands, position, step)) return Outcome::LEFT;
+  } catch (const std::exception&) {  // no memory for a number, for example
+    return Outcome::LEFT;
   }
-  if (raised) {
-    if (plan->written->empty()) return Outcome::LEFT;
-    torch::translate_exception_to_python(raised);
+  if (const std::exception_ptr raised = called(plan, step)) return failed(plan, raised);
+  try {
+    if (!as_predicted(plan, step)) return failed(plan, nullptr);
+  } catch (...) {  // such a tensor has no address
+    return failed(plan, std::current_exception());
+  }
+  try {
+    return entered(self, plan, step, commands, middle) ? Outcome::DONE : Outcome::RAISED;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
     return Outcome::RAISED;
   }
-  if (!as_predicted(plan, step)) {
-    plan->off = true;
-    if (plan->written->empty()) return Outcome::LEFT;
-    PyErr_Format(
-        PyExc_RuntimeError, "%s gave other results than the client expected: its shape rule is wrong here",
-        plan->operation->schema().name().c_str());
-    return Outcome::RAISED;
-  }
-  return entered(self, plan, step, commands, middle) ? Outcome::DONE : Outcome::RAISED;
 }
 
 // The position behind a FREE, `position` being behind its code; -1 if Python is to see to it.
