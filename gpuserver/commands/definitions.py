@@ -104,8 +104,12 @@ class Kernel:
         """Why this may not run, if so: an error's kind and text."""
         if self.op is None:
             return "NotImplementedError", operators.refusal(self.name)
+        given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        for key in self.op.tensors & given.keys():
+            if given[key] is None or (isinstance(given[key], list) and None in given[key]):
+                return "TypeError", f"{self.name}: argument {key} must be Tensor, not None"
         for key, kind in self.op.enumerations.items():
-            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
+            value = given.get(key)
             if value is not None and not isinstance(value, _ENUMERATED[kind]):
                 return "NotImplementedError", f"{self.name}: argument {key} is no {kind}"
         if any(self.metas[index].overlaps for index in self.written):

@@ -14,6 +14,7 @@
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/python_arg_parser.h>
 
 #include <structmember.h>
 
@@ -222,6 +223,14 @@ IValue list_as(const c10::TypePtr& element, PyObject* value, std::optional<int32
   }
 }
 
+// A number stands for a tensor where PyTorch takes it for one: other kernels would read behind its only element.
+void expect_number(const c10::FunctionSchema& schema, const c10::Argument& argument) {
+  if (bare(argument.type())->kind() != c10::TypeKind::TensorType) return;
+  const std::string& name = schema.name();
+  const bool written = argument.alias_info() != nullptr;
+  if (written || !torch::should_allow_numbers_as_tensors(name.substr(name.find("::") + 2))) throw NotPlain();
+}
+
 // An argument that is the same at each call.
 IValue fixed(const c10::Argument& argument, PyObject* value) {
   if (value == Py_None) {
@@ -347,8 +356,10 @@ bool lies_in_an_operand(const at::Tensor& tensor, const Step& step) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   if (!address) return false;
   for (const Owned& entry : step.entries) {
-    const uintptr_t start = PyLong_AsUnsignedLongLong(at(entry.object, slots.address));
-    if (start <= address && address < start + PyLong_AsUnsignedLongLong(at(entry.object, slots.nbytes))) return true;
+    // An empty storage may have an address below 0, which is no place.
+    const uintptr_t start = PyLong_AsUnsignedLongLongMask(at(entry.object, slots.address));
+    const uintptr_t nbytes = PyLong_AsUnsignedLongLongMask(at(entry.object, slots.nbytes));
+    if (nbytes && start <= address && address < start + nbytes) return true;
   }
   return false;
 }
@@ -426,9 +437,9 @@ Outcome failed(Plan* plan, const std::exception_ptr& raised) {
   if (raised) {
     torch::translate_exception_to_python(raised);
   } else {
-    PyErr_Format(
-        PyExc_RuntimeError, "%s gave other results than the client expected: its shape rule is wrong here",
-        plan->operation->schema().name().c_str());
+    const std::string name = c10::toString(plan->operation->operator_name());
+    const char* text = "%s gave other results than the client expected: its shape rule is wrong here";
+    PyErr_Format(PyExc_RuntimeError, text, name.c_str());
   }
   return Outcome::RAISED;
 }
@@ -488,6 +499,7 @@ PyObject* steps_run(PyObject* object, PyObject* const* arguments, Py_ssize_t cou
   PyObject* commands = arguments[0];
   Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
   self->ran = 0;
+  self->failed = -1;
   Step step;
   while (position < PyList_GET_SIZE(commands)) {
     PyObject* code = PyList_GET_ITEM(commands, position);
@@ -512,7 +524,7 @@ PyObject* steps_run(PyObject* object, PyObject* const* arguments, Py_ssize_t cou
     self->ran++;
     position += 1 + static_cast<Py_ssize_t>(known->operands->size()) + known->fresh;
   }
-  return PyLong_FromSsize_t(position);
+  return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(position);
 }
 
 // --- types
@@ -559,6 +571,7 @@ PyObject* plan_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
     if (static_cast<size_t>(PyList_GET_SIZE(values)) != schema.arguments().size()) throw NotPlain();
     for (size_t n = 0; n < schema.arguments().size(); n++) {
       PyObject* value = PyList_GET_ITEM(values, n);
+      if (PyLong_Check(value) || PyFloat_Check(value)) expect_number(schema, schema.arguments()[n]);
       plan->arguments->push_back(value == Py_Ellipsis ? IValue() : fixed(schema.arguments()[n], value));
     }
     for (Py_ssize_t n = 0; n < PyList_GET_SIZE(operands); n++) {
@@ -569,6 +582,7 @@ PyObject* plan_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
         return nullptr;
       }
       if (meta != Py_None) operand.meta.emplace(meta);
+      if (operand.kind == SCALAR) expect_number(schema, schema.arguments()[operand.argument]);
       const c10::TypePtr type = bare(schema.arguments()[operand.argument].type());
       const bool list = operand.item >= 0 && type->kind() == c10::TypeKind::ListType;
       const c10::TypePtr tensor = list ? type->castRaw<c10::ListType>()->getElementType() : type;

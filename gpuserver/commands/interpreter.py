@@ -252,8 +252,10 @@ class Interpreter:
             self._count(steps.ran)
             return end
         except Exception as error:  # of an operation that writes
-            self._count(steps.ran + 1)
             at: int = steps.failed
+            if at < 0:
+                raise
+            self._count(steps.ran + 1)
             kernel = self._keys[commands[at]]
             middle = at + 1 + kernel.n_operands
             operands = commands[at + 1 : middle]

@@ -128,6 +128,8 @@ class Allowed:
         self.enumerations = {
             key: kind for at, kind in enumerate(kinds) if kind in _ENUMERATIONS for key in (at, self._names[at])
         }
+        # PyTorch takes None for any of these, and its kernels follow the pointer.
+        self.tensors = self._keys(str(each.real_type) in ("Tensor", "List[Tensor]") for each in arguments)
         self.resizes = any(each.is_out for each in arguments) or "resize" in schema.name
 
     def _keys(self, chosen: Iterable[bool]) -> frozenset[int | str]:

@@ -17,6 +17,7 @@ from dormouse.router.decisions.state import (
     InstanceState,
     OpenDeploy,
     Phase,
+    Removal,
     RouterState,
     ServedFunction,
     Session,
@@ -169,7 +170,7 @@ def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None
             del p.sessions[name]
         case Instance(spec=spec):
             del p.instances[name]
-            _left(p, name)
+            _left(p, holder)
             p.gone[name] = spec
             if len(p.gone) > GONE:
                 del p.gone[next(iter(p.gone))]
@@ -185,17 +186,20 @@ def settle_when_gone(p: RouterState, ask: int, function: str) -> None:
     """
     ending = {each.name for each in p.instances.values() if each.spec.name == function and each.ending}
     if ending:
-        p.leaving[ask] = ending
+        p.changes[function] = Removal(ask, ending)
     else:
         p.settle(ask, None)
 
 
-def _left(p: RouterState, instance: str) -> None:
-    for ask, ending in list(p.leaving.items()):
-        ending.discard(instance)
-        if not ending:
-            del p.leaving[ask]
-            p.settle(ask, None)
+def _left(p: RouterState, instance: Instance) -> None:
+    """The name is free once the last one that was waited for has ended."""
+    name = instance.spec.name
+    change = p.changes.get(name)
+    if isinstance(change, Removal) and instance.name in change.ending:
+        change.ending.discard(instance.name)
+        if not change.ending:
+            del p.changes[name]
+            p.settle(change.ask, None)
 
 
 def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:

@@ -232,9 +232,12 @@ class OpenDeploy:
 
 @dataclass(slots=True)
 class Removal:
-    """The controller was told to remove a function."""
+    """The controller was told to remove a function. Once it has, ``ending`` are its instances that are told to end: who
+    asked is answered when they have, and nobody has the name before.
+    """
 
     ask: int
+    ending: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -255,7 +258,6 @@ class RouterState:
     sessions: dict[str, Session] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
     changes: dict[str, OpenDeploy | Removal] = field(default_factory=dict)  # by function; one at a time
-    leaving: dict[int, set[str]] = field(default_factory=dict)  # instances that end, by who is answered when they have
     gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
     tickets: dict[int, Ticket] = field(default_factory=dict)
     calls: dict[tuple[str, int], OpenCall] = field(default_factory=dict)  # by instance, and its number there
@@ -381,7 +383,10 @@ class RouterState:
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
-        assert all(names and names <= self.instances.keys() for names in self.leaving.values()), self.leaving
+        for name, change in self.changes.items():
+            if isinstance(change, Removal):
+                assert change.ending <= self.instances.keys(), change
+                assert change.ending or name in self.functions, f"{name} is removed, and nobody was answered"
         for name, split in self.splits.items():
             assert split.name in self.functions, split
             assert base_of(split.name) == name, split

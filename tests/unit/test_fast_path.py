@@ -27,6 +27,8 @@ METAS: Final[list[Any]] = [
     ["float32", [2, 1], [1, 1], 0, 0],
     ["float32", [2, 1], [1, 7], 0, 0],
     ["float32", [], [], 0, 0],
+    ["float32", [0], [1], 0, 0],
+    ["float32", [0], [1], 5, 0],
 ]
 
 
@@ -89,10 +91,17 @@ KEYS: Final[list[Any]] = [
     key("add.Tensor", [t(0), t(0), 1], fresh(0)),
     key("relu", [t(0)], fresh(0), ["self", t(0)]),
     key("relu", [t(0), t(0)], fresh(0)),
+    key("relu", [2.5], fresh(11)),
+    key("pow.Tensor_Tensor", [t(0), S], fresh(0)),
+    key("masked_fill_.Tensor", [t(0), t(0), S], SAME),
+    key("native_batch_norm", [t(1), 1.5, None, t(7), t(7), False, 0.1, 0.0], fresh(1, 12, 12)),
+    key("add_.Tensor", [2.5, S], fresh(11)),
+    key("relu", [t(12)], fresh(13)),  # an empty result, behind which there is nothing
+    key("cat", [[wire.LIST, [t(0), t(13)]]], fresh(0)),
     key("linalg_inv_ex", [t(1)], [[[wire.FRESH, 1, 0], [wire.FRESH, 2, 1]], [], False]),
 ]
-PLAIN: Final = {0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 25, 26, 30, 31, 32, 33, 45}
-RIGHT: Final = sorted(PLAIN - {8, 10, 13, 18, 19, 25, 26, 32, 33, 45})
+PLAIN: Final = {*range(7), *range(8, 21), 22, 25, 26, 30, 31, 32, 50, 51, 52}
+RIGHT: Final = sorted(PLAIN - {8, 10, 13, 18, 19, 25, 26, 32, 52})
 GARBAGE: Final[list[Any]] = [-1, 1 << 62, 1 << 63, 1 << 70, None, True, 1.5, "x", b"x", [], [1, 2], {}, -(1 << 70)]
 
 
@@ -244,6 +253,31 @@ def test_a_result_that_lies_in_an_operand_is_refused() -> None:
     error = side.interpreter.table.by_id[50].error
     assert error is not None
     assert "its shape rule is wrong here" in error.text
+
+
+@pytest.mark.parametrize("name", ["relu", "native_batch_norm", "add_.Tensor"])
+def test_a_number_in_a_tensors_place_is_refused_as_pytorch_refuses_it(name: str) -> None:
+    """A kernel would take its one element for as many as there are channels, and read what lies behind it."""
+    words = {"relu": [50], "native_batch_norm": [4, 4, 4, 50, 51, 52], "add_.Tensor": [2, 50]}[name]
+    literal = next(
+        at
+        for at, each in enumerate(KEYS)
+        if each[0] == f"aten::{name}" and any(isinstance(value, float) for value in each[1][:2])
+    )
+    side, _ = both([100 + literal, *words])
+    assert side.interpreter.table.by_id[50].error is not None
+
+
+def test_an_empty_storage_lies_nowhere() -> None:
+    """Its address may be below 0."""
+    relu = number("relu", fresh(13))
+    cat = 100 + next(at for at, each in enumerate(KEYS) if each[1] == [[wire.LIST, [t(0), t(13)]]])
+    both([relu, 4, 10, cat, 4, 10, 11, 100, 4, 12])
+    side = Side(built)
+    side([relu, 4, 10])
+    assert side.interpreter.table.by_id[10].address < 0
+    side([cat, 4, 10, 11, 100, 4, 12])
+    assert [side.interpreter.table.by_id[made].error for made in (10, 11, 12)] == [None] * 3
 
 
 def test_other_commands_are_not_read_as_frees() -> None:

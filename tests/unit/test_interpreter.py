@@ -114,6 +114,25 @@ def test_operations_that_are_not_allowed_fail_by_name(talk: Talk, op: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("aten::copy.out", [None, [wire.TENSOR, 0], False], ["out", [wire.TENSOR, 0]]),
+        ("aten::copy.out", [[wire.TENSOR, 0], [wire.TENSOR, 0], False], ["out", None]),
+        ("aten::cat", [[wire.LIST, [[wire.TENSOR, 0], None]]], []),
+    ],
+)
+def test_nothing_in_a_tensors_place_reaches_no_kernel(
+    talk: Talk, name: str, args: list[Any], kwargs: list[Any]
+) -> None:
+    """PyTorch lets it pass, and kernels follow the pointer."""
+    talk.put(1, [1.0] * 4)
+    operands = [1] * (1 if "cat" in name else 2)
+    [failed, _] = talk([wire.RESULT_META, 3, 0, *operands, 9], [0, F4], [0, [name, args, kwargs, None, "float32"]])
+    assert failed[:3] == [wire.FAILED, 3, "TypeError"]
+    assert "must be Tensor, not None" in failed[3]
+
+
+@pytest.mark.parametrize(
     "meta",
     [
         ["float32", [5], [1], 0, 0],

@@ -369,7 +369,7 @@ class RouterMachine(RuleBasedStateMachine):
                 assert waiting == self.told[instance.own], instance
         assert not self.fates or max(self.fates.values()) == 1
         assert not self.settled or max(self.settled.values()) == 1
-        waiting = picture.leaving.keys() | {change.ask for change in picture.changes.values()}
+        waiting = {change.ask for change in picture.changes.values()}
         assert self.settled.keys() | waiting == set(range(1, self.asks + 1)), "nobody is forgotten who asks"
         assert self.settled.keys().isdisjoint(waiting)
         assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))
