@@ -104,7 +104,8 @@ class Kernel:
         """Why this may not run, if so: an error's kind and text."""
         if self.op is None:
             return "NotImplementedError", operators.refusal(self.name)
-        given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        given: dict[int | str, Any] = dict(enumerate(self.args))
+        given.update(self.kwargs)
         for key in self.op.tensors & given.keys():
             if given[key] is None or (isinstance(given[key], list) and None in given[key]):
                 return "TypeError", f"{self.name}: argument {key} must be Tensor, not None"

@@ -29,6 +29,7 @@ METAS: Final[list[Any]] = [
     ["float32", [], [], 0, 0],
     ["float32", [0], [1], 0, 0],
     ["float32", [0], [1], 5, 0],
+    ["float64", [], [], 0, 0],
 ]
 
 
@@ -91,11 +92,11 @@ KEYS: Final[list[Any]] = [
     key("add.Tensor", [t(0), t(0), 1], fresh(0)),
     key("relu", [t(0)], fresh(0), ["self", t(0)]),
     key("relu", [t(0), t(0)], fresh(0)),
-    key("relu", [2.5], fresh(11)),
+    key("relu", [2.5], fresh(14)),
     key("pow.Tensor_Tensor", [t(0), S], fresh(0)),
     key("masked_fill_.Tensor", [t(0), t(0), S], SAME),
     key("native_batch_norm", [t(1), 1.5, None, t(7), t(7), False, 0.1, 0.0], fresh(1, 12, 12)),
-    key("add_.Tensor", [2.5, S], fresh(11)),
+    key("add_.Tensor", [2.5, S], fresh(14)),
     key("relu", [t(12)], fresh(13)),  # an empty result, behind which there is nothing
     key("cat", [[wire.LIST, [t(0), t(13)]]], fresh(0)),
     key("linalg_inv_ex", [t(1)], [[[wire.FRESH, 1, 0], [wire.FRESH, 2, 1]], [], False]),

@@ -121,9 +121,7 @@ def test_operations_that_are_not_allowed_fail_by_name(talk: Talk, op: str) -> No
         ("aten::cat", [[wire.LIST, [[wire.TENSOR, 0], None]]], []),
     ],
 )
-def test_nothing_in_a_tensors_place_reaches_no_kernel(
-    talk: Talk, name: str, args: list[Any], kwargs: list[Any]
-) -> None:
+def test_none_in_a_tensors_place_reaches_no_kernel(talk: Talk, name: str, args: list[Any], kwargs: list[Any]) -> None:
     """PyTorch lets it pass, and kernels follow the pointer."""
     talk.put(1, [1.0] * 4)
     operands = [1] * (1 if "cat" in name else 2)
