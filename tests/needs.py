@@ -35,4 +35,6 @@ def without_these_rights(error: BaseException) -> str:
             return f"needs {program}"
         case ConfigError() if str(error).startswith("no C++ compiler"):
             return NO_COMPILER
+        case ConfigError() if str(error).startswith("no headers of Python"):
+            return "needs Python's headers: python3-dev"
     return ""

@@ -76,7 +76,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         gpu,
         *_gpus(found, torchbuild.kernels() if gpus and builds["node"].cuda else []),
         *_links(config, found.places),
-        _compiler(gpus),
+        _compiler(config, gpus),
         _memory(config, gpus),
         _shared_memory(config),
         *_libraries(config),
@@ -195,18 +195,20 @@ def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
     return [Finding("gpu links", "ok", "; ".join(parts))]
 
 
-def _compiler(gpus: int) -> Finding:
+def _compiler(config: NodeConfig, gpus: int) -> Finding:
     """Who counts activations of emulated GPUs, and who runs plain operations."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
+    headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+    counted = "" if gpus else f"activations are counted {'exactly' if path else 'approximately'}, and "
+    by_python = f"{path or 'none'}: {counted}Python runs each operation"
     if path is None:
-        counted = "" if gpus else "activations are counted approximately, and "
         advice = "install a C++ compiler (g++), and Python's headers (python3-dev)"
-        return Finding("compiler", "warn", f"none: {counted}Python runs each operation", advice)
-    counted = "" if gpus else "activations are counted exactly, and "
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        text = f"{path}: {counted}Python runs each operation, because its headers are missing"
-        return Finding("compiler", "warn", text, "install them (python3-dev)")
+        return Finding("compiler", "warn", by_python, advice)
+    if not config.gpu.fast_path:
+        return Finding("compiler", "ok", f"{by_python}, because [gpu] fast_path is false")
+    if not headers:
+        return Finding("compiler", "warn", f"{by_python}, because its headers are missing", "install python3-dev")
     return Finding("compiler", "ok", f"{path}: {counted}plain operations are run by C++")
 
 

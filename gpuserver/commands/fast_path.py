@@ -42,11 +42,21 @@ class NotPlain(Exception):
 
 def build() -> Path:
     """Compile it unless that was done. Raises ConfigError with the reason."""
+    if native.find_compiler() is not None and not _can_be_built():
+        raise ConfigError(f"no headers of Python for {SOURCE.name}: install them (python3-dev)")
     return native.build(SOURCE, _flags(), _LINKS)
 
 
+def _can_be_built() -> bool:
+    return native.find_compiler() is not None and (_headers() / "Python.h").exists()
+
+
+def _headers() -> Path:
+    return Path(sysconfig.get_paths()["include"])
+
+
 def _flags() -> tuple[str, ...]:
-    return (*_FLAGS, f"-I{sysconfig.get_paths()['include']}")
+    return (*_FLAGS, f"-I{_headers()}")
 
 
 class FastPath:
@@ -98,7 +108,7 @@ def prepare() -> bool:
     """
     if _path().exists():
         return True
-    if native.find_compiler() is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+    if not _can_be_built():
         return False
 
     def built() -> None:

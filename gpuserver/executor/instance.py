@@ -38,7 +38,7 @@ class ExecutorInstance:
         arena: SharedMemory,
         device: InterpreterDevice,
         number: int,
-        find_fast: FindFastPath = lambda: None,
+        find_fast: FindFastPath,
     ) -> None:
         self.name: Final = attach.instance
         self.number: Final = number  # as the owner of activations: never another instance's

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +195,33 @@ def test_the_pool_is_named_also_where_it_is_chosen(tmp_path: Path) -> None:
     assert doctor._pool(node).found.startswith("pages, because")
     set_ = NodeConfig(node=NodeSection(state=str(tmp_path)), gpu=GpuSection(pool="buddy"))
     assert doctor._pool(set_).found == "buddy"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "headers", "fast", "gpus", "state", "found"),
+    [
+        (True, True, True, 0, "ok", "g++: activations are counted exactly, and plain operations are run by C++"),
+        (True, True, True, 1, "ok", "g++: plain operations are run by C++"),
+        (True, True, False, 1, "ok", "g++: Python runs each operation, because [gpu] fast_path is false"),
+        (True, False, True, 1, "warn", "g++: Python runs each operation, because its headers are missing"),
+        (False, True, True, 0, "warn", "none: activations are counted approximately, and Python runs each operation"),
+        (False, True, True, 1, "warn", "none: Python runs each operation"),
+    ],
+)
+def test_who_runs_operations_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compiler: bool,
+    headers: bool,
+    fast: bool,
+    gpus: int,
+    state: str,
+    found: str,
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if compiler and name == "g++" else None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if headers:
+        (tmp_path / "Python.h").touch()
+    finding = doctor._compiler(NodeConfig(gpu=GpuSection(fast_path=fast)), gpus)
+    assert (finding.state, finding.found, bool(finding.advice)) == (state, found, state == "warn")
