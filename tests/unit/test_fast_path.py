@@ -5,47 +5,20 @@ import random
 import weakref
 from typing import Any, Final
 
-import msgpack
 import pytest
 import torch
 from fast_paths import built
 
-from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, ProtocolViolation
+from benchmarks.both_ways import METAS, SAME, Side, fresh, holes, t
 from dormouse.schemas import stream as wire
 
 T, S = [wire.TENSOR, 0], [wire.SCALAR]
-METAS: Final[list[Any]] = [
-    ["float32", [4], [1], 0, 0],
-    ["float32", [2, 2], [2, 1], 0, 0],
-    ["int64", [2], [1], 0, 0],
-    ["float32", [8], [1], 0, 0],
-    ["float32", [2, 2], [1, 2], 0, 0],
-    ["float32", [4], [0], 0, 0],
-    ["float32", [1, 2, 2], [4, 2, 1], 0, 0],
-    ["float32", [2], [1], 1, 0],
-    ["complex64", [2], [1], 0, 1],
-    ["float32", [2, 1], [1, 1], 0, 0],
-    ["float32", [2, 1], [1, 7], 0, 0],
-    ["float32", [], [], 0, 0],
-    ["float32", [0], [1], 0, 0],
-    ["float32", [0], [1], 5, 0],
-    ["float64", [], [], 0, 0],
-]
-
-
-def t(meta: int) -> list[Any]:
-    return [wire.TENSOR, meta]
-
-
-def fresh(*metas: int) -> list[Any]:
-    return [[[wire.FRESH, meta, slot] for slot, meta in enumerate(metas)], [], False]
 
 
 def key(name: str, args: list[Any], outputs: Any, kwargs: list[Any] | None = None, dtype: str = "float32") -> list[Any]:
     return [f"aten::{name}", args, kwargs or [], outputs, dtype]
 
 
-SAME: Final = [[[wire.SAME, 0]], [], False]
 KEYS: Final[list[Any]] = [
     key("relu", [t(0)], fresh(0)),
     key("add.Tensor", [t(0), t(0)], fresh(0)),
@@ -106,62 +79,6 @@ RIGHT: Final = sorted(PLAIN - {8, 10, 13, 18, 19, 25, 26, 32, 52})
 GARBAGE: Final[list[Any]] = [-1, 1 << 62, 1 << 63, 1 << 70, None, True, 1.5, "x", b"x", [], [1, 2], {}, -(1 << 70)]
 
 
-class Device:
-    torch_device = torch.device("cpu")
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator()
-
-    def relieve(self) -> str | None:
-        return "and nothing can be evicted"
-
-    def activation_stats(self) -> tuple[int, int, int]:
-        return 1, 2, 3
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Side:
-    """An interpreter with a lease, which has heard the definitions."""
-
-    def __init__(self, find_fast: FindFastPath) -> None:
-        self.interpreter = Interpreter(Device(), memoryview(bytearray(4096)), find_fast)
-        self.interpreter.begin(1, 2)
-        self.frame = 0
-        self.pool = {number: torch.arange(8.0) - number for number in range(4)}
-        for number, tensor in self.pool.items():
-            self.interpreter.table.bind(number, 32, tensor.untyped_storage, lambda grows: False)
-        metas = [each for at, meta in enumerate(METAS) for each in (at, meta)]
-        keys = [each for at, one in enumerate(KEYS) for each in (100 + at, one)]
-        self([wire.UPLOAD_INLINE, 4, 16, 0, bytes(16)], [metas, keys])
-
-    def __call__(self, commands: list[Any], definitions: list[Any] | None = None) -> Any:
-        """Replies, or the text of a violation."""
-        self.frame += 1
-        try:
-            replies = self.interpreter.execute(
-                msgpack.packb([1, 2, self.frame, definitions or [[], []], commands], default=str)
-            )
-        except ProtocolViolation as error:
-            return str(error)
-        return [msgpack.unpackb(reply) for reply in replies]
-
-    def seen(self) -> dict[int, Any]:
-        """Each storage, with its bytes."""
-        return {
-            number: (
-                stored.nbytes,
-                stored.persistent,
-                stored.dirty,
-                stored.error and stored.error.told(),
-                sorted(stored.views),
-                stored.error is not None or bytes(stored.bytes())[: stored.nbytes],
-            )
-            for number, stored in self.interpreter.table.by_id.items()
-        }
-
-
 def commands_of(chance: random.Random, known: list[int]) -> list[Any]:
     """Of a frame; mostly right. ``known``: storages that there may be."""
     words: list[Any] = []
@@ -202,22 +119,12 @@ def commands_of(chance: random.Random, known: list[int]) -> list[Any]:
     return words
 
 
-def holes(values: list[Any]) -> list[int]:
-    found: list[int] = []
-    for value in values:
-        if isinstance(value, list) and value and value[0] in (wire.TENSOR, wire.SCALAR):
-            found.append(value[0])
-        elif isinstance(value, list) and value and value[0] == wire.LIST:
-            found += holes(value[1])
-    return found
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_whatever_frames_come_both_ways_do_the_same(seed: int) -> None:
     chance = random.Random(seed)
     ran = 0
     for _ in range(4):
-        sides = Side(lambda: None), Side(built)
+        sides = Side(lambda: None, KEYS), Side(built, KEYS)
         known = [0, 1, 2, 3, 4]
         for _ in range(12):
             words = commands_of(chance, known)
@@ -240,7 +147,7 @@ def number(name: str, outputs: Any) -> int:
 
 def both(*frames: list[Any]) -> tuple[Side, Any]:
     """What both ways make of these frames: that by C++, and its last replies."""
-    sides = Side(lambda: None), Side(built)
+    sides = Side(lambda: None, KEYS), Side(built, KEYS)
     for frame in frames:
         replies = [side(frame) for side in sides]
         assert replies[0] == replies[1]
@@ -274,7 +181,7 @@ def test_an_empty_storage_lies_nowhere() -> None:
     relu = number("relu", fresh(13))
     cat = 100 + next(at for at, each in enumerate(KEYS) if each[1] == [[wire.LIST, [t(0), t(13)]]])
     both([relu, 4, 10, cat, 4, 10, 11, 100, 4, 12])
-    side = Side(built)
+    side = Side(built, KEYS)
     side([relu, 4, 10])
     assert side.interpreter.table.by_id[10].address < 0
     side([cat, 4, 10, 11, 100, 4, 12])
@@ -321,12 +228,12 @@ def test_an_operation_that_fails_while_it_writes_spoils_what_it_was_to_write() -
 
 
 def test_which_keys_are_plain() -> None:
-    side = Side(built)
+    side = Side(built, KEYS)
     assert {number - 100 for number in side.interpreter._plans} == PLAIN
 
 
 def test_a_plan_whose_results_have_other_strides_is_left_to_python() -> None:
-    side = Side(built)
+    side = Side(built, KEYS)
     mm = number("mm", fresh(4))
     for made in (10, 11):
         side([mm, 4, 4, made])
@@ -335,7 +242,7 @@ def test_a_plan_whose_results_have_other_strides_is_left_to_python() -> None:
 
 
 def test_what_is_freed_is_gone_at_once_and_nothing_else_holds_it() -> None:
-    side = Side(built)
+    side = Side(built, KEYS)
     side([100, 4, 50, 101, 50, 50, 51])
     stored = side.interpreter.table.by_id[51]
     view = stored.views[0]
@@ -351,7 +258,7 @@ def test_what_is_freed_is_gone_at_once_and_nothing_else_holds_it() -> None:
 
 
 def test_an_interpreter_that_is_closed_is_collected() -> None:
-    side = Side(built)
+    side = Side(built, KEYS)
     side([100, 4, 50])
     gone = weakref.ref(side.interpreter)
     side.interpreter.close()
