@@ -145,7 +145,7 @@ PROGRAMS: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
 }
 
 
-def _loopback() -> Any:
+def loopback() -> Any:
     """tests/loopback.py, wherever this is run from."""
     name = "dormouse_tests_loopback"
     if name not in sys.modules:
@@ -163,7 +163,7 @@ def record(name: str) -> Recording:
     torch.manual_seed(3)
     with torch.no_grad():
         state = make()
-        world = _loopback().LoopbackWorld(arena_nbytes=ARENA_NBYTES)
+        world = loopback().LoopbackWorld(arena_nbytes=ARENA_NBYTES)
         try:
             if isinstance(state, nn.Module):
                 state.to("cuda")

@@ -1,8 +1,10 @@
 """Models whose kernels are tiny, so that launches are what counts: the forward alone on a real node, with the
 executor's fast path and with Python alone, and in one process without redirection. All three alternate, and every
-answer is compared.
+answer is compared. Beside them the executor's processor time on the node, and an interpreter alone, which runs the
+frames of one forward again and again.
 """
 
+import copy
 import statistics
 import time
 from contextlib import ExitStack
@@ -10,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.dashboard import spent_s
+from benchmarks.fuzz_record import loopback
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.node.testing import running_node
 
@@ -60,12 +64,49 @@ NODE: Final = '[gpu]\ncount = 1\ndevice = "host"\nmemory = "1GiB"\nthreads = 1\n
 WAYS: Final = {"fast": "true", "python": "false"}
 
 
+def alone_us(native: dict[str, Any], model: torch.nn.Module, rounds: int) -> dict[str, float]:
+    """The interpreter's time for a forward, kernels included, by both ways in turn: its table is each time as it was
+    before the first.
+    """
+    world = loopback().LoopbackWorld()
+    try:
+        there, given = copy.deepcopy(model).to("cuda"), native["inputs"](0)
+        world.end_lease()
+        world.begin_lease()
+        executor = world.node.executors[0]
+        interpreter = executor.interpreter
+        table, frames = interpreter.table.by_id, list[bytes]()
+        for _ in range(3):  # the first learns shapes
+            sent = given.to("cuda")
+            torch.cuda.synchronize()
+            before, number = dict(table), interpreter._replies.frame
+            executor.frames, executor.keep_frames = [], True
+            answer = native["forward"](there, sent).cpu()
+            frames = executor.frames
+        assert torch.equal(answer, native["forward"](model, given)), "the frames are those of a right answer"
+        plans = {"fast": interpreter._plans, "python": {}}
+        times: dict[str, list[float]] = {way: [] for way in plans}
+        for _ in range(rounds):
+            for way, those in plans.items():
+                table.clear()
+                table.update(before)
+                interpreter._replies.frame, interpreter._plans = number, those
+                begun = time.perf_counter()
+                for frame in frames:
+                    interpreter.execute(frame)
+                times[way].append(1e6 * (time.perf_counter() - begun))
+        return {way: statistics.median(taken) for way, taken in times.items()}
+    finally:
+        world.close()
+
+
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
     rounds = 10 if args.quick else 60
     torch.set_num_threads(1)
     goals: list[Goal] = []
     everything: dict[str, Any] = {}
+    natives: dict[str, tuple[dict[str, Any], torch.nn.Module]] = {}
     with ExitStack() as running, torch.no_grad():
         nodes = {way: running.enter_context(running_node(NODE.format(on))) for way, on in WAYS.items()}
         for name, (model, inputs, commands) in MODELS.items():
@@ -88,16 +129,28 @@ def main() -> None:
                 for way, took in took_ms.items() if seed >= 3 else ():
                     times[way].append(took)
             median_ms = {way: statistics.median(taken) for way, taken in times.items()}
+            executors_us = {}
+            for way, node in nodes.items():
+                pid = node.pids()["gpu0"]
+                begun_s = spent_s(pid)
+                for seed in range(2 * rounds):
+                    node.result(name, {"seed": seed})
+                executors_us[way] = 1e6 * (spent_s(pid) - begun_s) / (2 * rounds * commands)
             everything[name] = {
+                "executor_us_per_command": executors_us,
                 "ms": median_ms,
                 "us_per_command": {w: 1e3 * t / commands for w, t in median_ms.items()},
             }
-            print(name, everything[name], flush=True)
+            natives[name] = native, there
             fast, python = (median_ms[way] / median_ms["native"] for way in WAYS)
             goals.append(
                 Goal(name=f"{name}: with the fast path ÷ native", goal="<= 0.85", measured=fast, met=fast <= 0.85)
             )
             goals.append(Goal(name=f"{name}: by Python alone ÷ native", goal="(none)", measured=python, met=True))
+    for name, (native, there) in natives.items():  # last, because this process meets the shim here
+        alone = alone_us(native, there, rounds)
+        everything[name]["alone_us_per_command"] = {way: taken / MODELS[name][2] for way, taken in alone.items()}
+        print(name, everything[name], flush=True)
     report(goals, args, everything)
 
 
