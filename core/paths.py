@@ -31,7 +31,7 @@ _ROLE: Final = r"(supervisor|router|controller|store|metrics|traces|gpu[0-9]+)"
 _WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"(node|next)\.(json|new)|replace~?|supervisor\.pid|version|attach|drained|gpus-drained(\.new)?|ready|ready\.new|switch[0-9]+"
+        r"(node|next)\.(json|new)|replace~?|supervisor\.pid(\.new)?|version|attach|drained|gpus-drained(\.new)?|ready|ready\.new|switch[0-9]+"
         rf"|warming(-{_WORLD})?\+?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),

@@ -34,6 +34,7 @@ from dormouse.core.node.succession import ChildLost, RouterLeft, Stopped
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.quantities import ended
 from dormouse.core.sandbox.world import ZYGOTE
+from dormouse.core.wholefile import write_whole
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
@@ -108,8 +109,8 @@ class Supervisor:
             self._heirs = Heirs(self, self.paths.replace, self.service.environment, errors)
 
     def _say_who(self) -> None:
-        """Whom `dormouse down` ends."""
-        self.paths.pid.write_text(str(os.getpid()))
+        """Whom `dormouse down` ends. As a whole: who reads it meanwhile is not to find nobody."""
+        write_whole(self.paths.pid, str(os.getpid()).encode(), 0o644)
 
     # --- a node that takes over from another
 

@@ -53,6 +53,8 @@ def test_a_node_that_takes_over_is_the_main_process_and_says_so_after_that(
                 replacing = pool.submit(node.replace)
                 said: list[str] = []
                 while not any(text.startswith("MAINPID=") for text in said):
+                    if replacing.done():
+                        replacing.result()  # which says why it is not told of
                     said.append(manager.recv(4096).decode())
                 replacing.result()
             ready = f"READY=1\nSTATUS=all processes are up, port {node.port}"
