@@ -34,9 +34,9 @@ from dormouse.core.node.succession import ChildLost, RouterLeft, Stopped
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.quantities import ended
 from dormouse.core.sandbox.world import ZYGOTE
-from dormouse.core.wholefile import write_whole
 from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
+from dormouse.core.wholefile import write_whole
 from dormouse.schemas import messages as m
 from dormouse.schemas import succession as s
 from dormouse.schemas.errors import ConfigError, PeerLost, ProcessFailed
