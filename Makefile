@@ -98,7 +98,7 @@ $(RUN) $(DEV):
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
 	$(if $(TRITON),rm -rf $(TRITON) && $(PIP) --no-deps --target $(TRITON) triton==3.7.1)
 	$(COMPILE) $(VENV)/lib $(VISION) $(TRITON)
-	-for part in device.allocator runtime.kernels commands.fast_path; do $(BIN)/python -m dormouse.gpuserver.$$part >/dev/null & done; wait
+	-for part in gpuserver.device.allocator gpuserver.runtime.kernels core.native; do $(BIN)/python -m dormouse.$$part >/dev/null & done; wait
 	rm -f $(VENV)/.run-* $(VENV)/.dev-* $(VENV)/.docs-* && touch $(RUN) $@
 
 $(DOCS): $(DEV)

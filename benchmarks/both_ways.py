@@ -14,6 +14,7 @@ import msgpack
 import torch
 
 from benchmarks.report import Goal, arguments, report
+from dormouse.core.native import EXECUTOR
 from dormouse.gpuserver.commands import fast_path
 from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, ProtocolViolation
 from dormouse.gpuserver.commands.oplist import Allowed, allowed
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="these operations")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    fast_path.build()
+    EXECUTOR.build()
     names = args.only or sorted(allowed())[:: 20 if args.quick else 1]
     differ: list[str] = []
     died: list[str] = []

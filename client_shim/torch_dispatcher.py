@@ -86,7 +86,7 @@ def watch_higher_order(
     keys = _C.DispatchKey
 
     def dispatch(self: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if key != keys.Python or _C._len_torch_dispatch_stack() or not taken(args, kwargs):
+        if key not in (keys.Python, keys.CUDA) or _C._len_torch_dispatch_stack() or not taken(args, kwargs):
             return real(self, key, *args, **kwargs)
         kernel = self.py_kernels.get(keys.CompositeExplicitAutograd)
         if kernel is None:
@@ -94,3 +94,16 @@ def watch_higher_order(
         return kernel(*args, **kwargs)
 
     patch(kind, "dispatch", dispatch)
+
+
+def watch_operations(patch: Callable[[Any, str, Any], None], watch: Callable[[], None]) -> None:
+    """Call `watch()` when a program names an operation for the first time: its library is there by then."""
+    kind: Any = torch._ops._OpNamespace
+    real = kind.__getattr__
+
+    def getattribute(self: Any, name: str) -> Any:
+        found = real(self, name)
+        watch()
+        return found
+
+    patch(kind, "__getattr__", getattribute)

@@ -174,8 +174,8 @@ def watch_tensor_metadata(
     patch(_torch._utils, "set_tensor_metadata", set_tensor_metadata)
 
 
-def reduce_tensor(tensor: torch.Tensor, state: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """What `torch.Tensor.__reduce_ex__` gives for a dense CUDA tensor with these attributes of its own."""
+def reduce_tensor(tensor: torch.Tensor, state: dict[str, Any], kind: type) -> tuple[Any, tuple[Any, ...]]:
+    """What `torch.Tensor.__reduce_ex__` gives for a dense CUDA tensor of a class with attributes of its own."""
     utils = _torch._utils
     geometry: tuple[Any, ...] = (
         tensor.storage_offset(),
@@ -194,8 +194,8 @@ def reduce_tensor(tensor: torch.Tensor, state: dict[str, Any]) -> tuple[Any, tup
         args = (typed(tensor.untyped_storage(), tensor.dtype), *geometry)
     if bits:
         args = (*args, bits)
-    if state:
-        return _torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, args, state)
+    if state or kind is not torch.Tensor:
+        return _torch._tensor._rebuild_from_type_v2, (rebuild, kind, args, state)
     return rebuild, args
 
 

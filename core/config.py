@@ -105,7 +105,7 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     switch: str = ""  # bandwidth that GPUs 0 and 1, 2 and 3, ... share on their way to the host; default: no switch
     peer: str = ""  # bandwidth of GPU-to-GPU copies; default: none are made
     pool: str = "auto"  # "auto" | "regions" | "pages" | "buddy": how a GPU's memory is managed
-    fast_path: bool = True  # plain operations are run by C++, once it is built; false: all by Python
+    fast_path: bool = True  # C++ records operations, and runs plain ones, once it is built; false: Python
     operators: tuple[str, ...] = ()  # custom ones that executors run: "LIBRARY", or "NAMESPACE:MODULE"
     seat_idle_ms: int = 600_000  # a language model without requests keeps its seat so long, if nobody needs the room
     activations: str = ""  # what a CUDA GPU keeps outside the pool for activations; default: a quarter of it

@@ -14,6 +14,8 @@ from typing import Any
 import needs
 import pytest
 
+from dormouse.core import native
+
 gc.disable()  # imports and collection leave little garbage, and looking for it takes a fifth of their time
 
 # A shell that starts tests in the background has it ignored, and so would the commands that tests interrupt.
@@ -33,16 +35,24 @@ def _loopback_module() -> Any:
     return sys.modules[name]
 
 
-@pytest.fixture
-def loopback() -> Iterator[Any]:
-    """A `LoopbackWorld`: two emulated GPUs, no lease held, gradients off as in a function."""
+@pytest.fixture(params=["python", "cpp"])
+def loopback(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A `LoopbackWorld`: two emulated GPUs, no lease held, gradients off as in a function.
+
+    Commands are recorded and run by C++, and by Python.
+    """
     import torch
 
     module = _loopback_module()
     # Convolutions of one and of two threads differ in the last bit: both sides have one, whatever ran before them.
     torch.set_num_threads(1)
     threads = set(threading.enumerate())
-    world = module.LoopbackWorld(gpus=2)
+    by_cpp = request.param == "cpp"
+    if by_cpp:
+        for library in (native.EXECUTOR, native.RECORDER):
+            library.build()
+    world = module.LoopbackWorld(gpus=2, by_cpp=by_cpp)
+    assert world.by_cpp == by_cpp
     try:
         with torch.no_grad():
             yield world

@@ -2,11 +2,12 @@
 compiler.
 """
 
+from dormouse.core.native import EXECUTOR
 from dormouse.gpuserver.commands import fast_path
 
 
 def built() -> fast_path.FastPath:
-    fast_path.build()
+    EXECUTOR.build()
     found = fast_path.load()
     assert found is not None, "it was built, and cannot be loaded"
     return found

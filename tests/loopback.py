@@ -12,13 +12,14 @@ from functools import partial
 
 import torch
 
+from dormouse.client_shim.commands import handles
 from dormouse.client_shim.node.mapped_files import MIN_NBYTES
 from dormouse.client_shim.node.mappings import Mappings
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.cuda_face import UNCONNECTED
 from dormouse.client_shim.torch_face.install import install, uninstall
 from dormouse.gpuserver.commands import fast_path
-from dormouse.gpuserver.commands.interpreter import EndReport, Interpreter, ProtocolViolation
+from dormouse.gpuserver.commands.interpreter import EndReport, FindFastPath, Interpreter, ProtocolViolation
 from dormouse.schemas.messages import Lease
 
 _real_generator = torch._C.Generator
@@ -53,7 +54,7 @@ class LoopbackExecutor:
     def __init__(self, node: "LoopbackNode") -> None:
         self.node = node
         self.device = LoopbackDevice()
-        self.interpreter = Interpreter(self.device, node.arena, fast_path.load)
+        self.interpreter = Interpreter(self.device, node.arena, node.find_fast)
         self.frames: list[bytes] = []
         self.keep_frames = False
         self.failure: BaseException | None = None
@@ -123,7 +124,8 @@ class LoopbackExecutor:
 class LoopbackNode:
     """The backend, the store, and the executors."""
 
-    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20) -> None:
+    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, find_fast: FindFastPath = fast_path.load) -> None:
+        self.find_fast = find_fast
         self.memory = bytearray(arena_nbytes)
         self.arena = memoryview(self.memory)
         self.store: dict[int, bytearray] = {}
@@ -210,9 +212,16 @@ def _pool_copy(content: bytearray) -> torch.UntypedStorage:
 class LoopbackWorld:
     """A node and this process's PyTorch, connected. `close` gives PyTorch back as it was."""
 
-    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20) -> None:
-        self.node = LoopbackNode(gpus, arena_nbytes)
-        self.stream: Stream = install(self.node, UNCONNECTED)
+    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, by_cpp: bool = True) -> None:
+        """``by_cpp``: commands are recorded and run by C++, if that is built."""
+        self.node = LoopbackNode(gpus, arena_nbytes, fast_path.load if by_cpp else lambda: None)
+        self.stream: Stream = install(self.node, UNCONNECTED, by_cpp)
+        self.by_cpp = handles.cpp.module is not None
+
+    def hits(self) -> int:
+        """Calls that C++ has followed a plan for, ever."""
+        module = handles.cpp.module
+        return 0 if module is None else int(module.counts()[0])
 
     def begin_lease(self, gpu: int = 0) -> None:
         self.stream.begin_lease(self.node.lease(gpu))

@@ -61,6 +61,8 @@ _REFUSED: Final = {
 }
 """What a tensor on cuda:0 cannot be and what to do instead, by the dispatch key that its operations would have."""
 
+_COMPRESSING: Final = tuple(f"sparse_{kind}_tensor" for kind in ("compressed", "csr", "csc", "bsr", "bsc"))
+
 LOCAL: Final = frozenset(["reshape", "contiguous", "flatten", "reshape_as", "view_as"])
 """Composites that are nearly always a view: asked of a meta tensor as one step where inference mode delivers them
 whole."""
@@ -85,10 +87,12 @@ def install() -> None:
     torch_dispatcher.register_kernels(cast, "AutocastCUDA")
     for key, kind in _REFUSED.items():
         torch_dispatcher.register_fallback(partial(_refuse, *kind), key)
-        if torch_private.BUILT_FOR_CUDA:  # there PyTorch's own kernels come before our fallback
+        # PyTorch's own kernels come before our fallback: what makes such a tensor, and all in a build for CUDA.
+        own = [name for name in schemas if key == "SparseCsrCUDA" and name.startswith(_COMPRESSING)]
+        if torch_private.BUILT_FOR_CUDA:
             own = [name for name in schemas if torch_dispatcher.has_kernel(f"aten::{name}", key)]
-            refusals = {name: partial(_refuse, *kind, torch_dispatcher.operation(name)) for name in own}
-            torch_dispatcher.register_kernels(refusals, key)
+        refusals = {name: partial(_refuse, *kind, torch_dispatcher.operation(name)) for name in own}
+        torch_dispatcher.register_kernels(refusals, key)
 
 
 def _refuse(kind: str, way: str, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import msgpack
 import torch
 
 from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.handles import meta_of
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.schemas import stream as wire
@@ -64,9 +65,9 @@ def define(plan: Plan, call: Call) -> None:
     def literal(value: Any, scalar: bool) -> Any:
         nonlocal host_nbytes
         if is_remote(value):
-            named.append(value._meta)
+            named.append(meta_of(value))
             operands.append(wire.TENSOR)
-            return [wire.TENSOR, value._meta.id]
+            return [wire.TENSOR, meta_of(value).id]
         if isinstance(value, torch.Tensor):
             host_nbytes += value.nbytes
             operands.append(wire.HOST)

@@ -18,14 +18,14 @@ _MOST: Final = {
     **{dtype: float(torch.finfo(dtype).max) for dtype in _FLOATS},
     **{dtype: torch.iinfo(dtype).max for dtype in _INTEGERS},
 }
-_LIMITS: Final = sorted(set(_MOST.values()))
+LIMITS: Final = sorted(set(_MOST.values()))
 
 
 def magnitude(value: float) -> int:
     """The same for numbers that the same dtypes have."""
     if not math.isfinite(value):
         return -1
-    place = bisect_left(_LIMITS, _size(value))
+    place = bisect_left(LIMITS, _size(value))
     return place if value >= 0 or isinstance(value, int) else -2 - place
 
 

@@ -70,8 +70,9 @@ MOSTLY_STATIC: Final = {"aten::index", "aten::_unsafe_index", "aten::one_hot"}
 
 class Operation:
     __slots__ = (
-        "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "mixed", "name",
-        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "taken", "wire_name", "writes",
+        "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "mixed",
+        "name", "op", "plans", "pure", "scalar_names", "scalars", "scalars_in_key", "statistics", "taken", "wire_name",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
@@ -82,6 +83,7 @@ class Operation:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.taken: set[tuple[Any, ...]] = set()  # the ways in which it has succeeded
         self.handler: Handler | None = None
+        self.pure = False  # what its handler does depends on the call's signature alone
         places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
         scalars = [place for place in places if _is_scalar(str(schema.arguments[place[0]].real_type))]
         self.scalars_in_key = schema.name in DECIDED_BY_SCALARS
@@ -125,13 +127,18 @@ def _is_scalar(kind: str) -> bool:
 
 _operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow
 _handlers: dict[str, Handler] = {}  # by schema name
+_pure: set[Handler] = set()
 _refused: dict[str, Handler] = {}  # by a word in the name; the last that fits
 
 
-def handler(*names: str) -> Callable[[Handler], Handler]:
-    """Declare a function that takes these operations over from the general path."""
+def handler(*names: str, pure: bool = False) -> Callable[[Handler], Handler]:
+    """Declare a function that takes these operations over from the general path. ``pure``: where it records the call,
+    that depends on nothing but the call's signature.
+    """
 
     def declare(function: Handler) -> Handler:
+        if pure:
+            _pure.add(function)
         for name in names:
             _handlers[f"aten::{name}"] = function
         return function
@@ -153,6 +160,7 @@ def refuse(*words: str, text: str, way: str) -> None:
 def describe(op: Any) -> Operation:
     operation = Operation(op)
     operation.handler = _handlers.get(operation.name) or _handlers.get(operation.name.split(".")[0])
+    operation.pure = operation.handler in _pure
     if operation.handler is None and operation.name.startswith("aten::"):
         operation.handler = next((_refused[word] for word in reversed(_refused) if word in operation.name), None)
     return _operations.setdefault(id(op), operation)

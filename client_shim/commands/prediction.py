@@ -12,6 +12,7 @@ import torch
 
 from dormouse.client_shim import torch_dispatcher, torch_private
 from dormouse.client_shim.commands import definitions, metas, telling
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation
 from dormouse.client_shim.commands.plans import Call, Plan
@@ -29,9 +30,9 @@ def infer(call: Call) -> Plan:
     operation = call.operation
     plan = Plan(writes=tuple(definitions.written(call)))
     plan.believed = operation.ask_once or (
-        operation.laid_out_by_kernel and not all(_in_rows(remote._meta) for remote in call.remotes)
+        operation.laid_out_by_kernel and not all(_in_rows(meta_of(remote)) for remote in call.remotes)
     )
-    mixed = operation.mixed and len({remote._meta.dtype for remote in call.remotes}) > 1
+    mixed = operation.mixed and len({meta_of(remote).dtype for remote in call.remotes}) > 1
     if not operation.ask_always and not plan.believed and not mixed:
         try:
             _predict(plan, call)
@@ -67,10 +68,11 @@ def _predict(plan: Plan, call: Call) -> None:
     def shadow(remote: Any) -> torch.Tensor:
         known = by_remote.get(id(remote))
         if known is None:
-            storage = storages.get(remote._storage)
+            real = storage_of(remote)
+            storage = storages.get(real)
             if storage is None:
-                storage = storages[remote._storage] = torch_private.untyped_storage(remote._storage.nbytes, "meta")
-            known = by_remote[id(remote)] = _on_meta(remote._meta, storage)
+                storage = storages[real] = torch_private.untyped_storage(real.nbytes, "meta")
+            known = by_remote[id(remote)] = _on_meta(meta_of(remote), storage)
         shadows.append(known)
         return known
 
@@ -117,7 +119,7 @@ def _read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes:
             plan.results.append((wire.FRESH, metas.of(item), slot))
     for index, (tensor, remote) in enumerate(zip(shadows, remotes, strict=True)):
         after = metas.of(tensor)
-        if after is not remote._meta and after.definition() != remote._meta.definition():
+        if after is not meta_of(remote) and after.definition() != meta_of(remote).definition():
             plan.changes.append((index, after))
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim.commands import composites, numbers
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.commands.plans import Call, Plan, Way
 from dormouse.schemas import stream as wire
 
@@ -197,7 +198,7 @@ def _too_large(plan: Plan, call: Call) -> bool:
     schema = call.operation.op._schema
     given = {argument.name: value for argument, value in zip(schema.arguments, call.args, strict=False)} | call.kwargs
     dtypes = {
-        call.remotes[number]._meta.dtype if meta is None else meta.dtype
+        meta_of(call.remotes[number]).dtype if meta is None else meta.dtype
         for kind, meta, number in plan.results
         if kind != wire.NOTHING
     }
@@ -223,14 +224,14 @@ def _over_itself(call: Call) -> bool:
     outs: list[Any] = [out for out in (found if isinstance(found, list | tuple) else [found]) if call.is_remote(out)]
     if not outs or torch.Tag.pointwise in call.operation.op.tags:  # of these shape rules know
         return False
-    storages = [remote._storage for remote in call.remotes]
-    return any(0 in out._meta.stride or storages.count(out._storage) > 1 for out in outs)
+    storages = [storage_of(remote) for remote in call.remotes]
+    return any(0 in meta_of(out).stride or storages.count(storage_of(out)) > 1 for out in outs)
 
 
 def _something_of_nothing(plan: Plan, call: Call) -> bool:
     """The greatest of no elements is an error; their sum is not, and shape rules do not tell the two apart."""
     made = any(kind == wire.FRESH and meta is not None and meta.numel() for kind, meta, _ in plan.results)
-    return made and any(remote._meta.numel() == 0 for remote in call.remotes)
+    return made and any(meta_of(remote).numel() == 0 for remote in call.remotes)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -277,19 +278,19 @@ def untried(plan: Plan, call: Call) -> Way | None:
     """
     operation = call.operation
     base = operation.name.removeprefix("aten::").partition(".")[0]
-    dtypes = [remote._meta.dtype for remote in call.remotes]
+    dtypes = [meta_of(remote).dtype for remote in call.remotes]
     values = [value for value in (*call.args, *call.kwargs.values()) if not call.is_remote(value)]
     way: list[Any] = [*dtypes, *(value for value in values if isinstance(value, torch.dtype))]
     if not way:
         return None
     if base in _LOOSE or base in _LOOSER or base in _LOOSEST:
-        way += [len(remote._meta.size) for remote in call.remotes]
+        way += [len(meta_of(remote).size) for remote in call.remotes]
         way += [value if isinstance(value, int | str) else _numbers(value) for value in values]
         if base not in _LOOSE:
-            way += [remote._meta.size for remote in call.remotes[base in _LOOSER :]]
+            way += [meta_of(remote).size for remote in call.remotes[base in _LOOSER :]]
     elif base in _ANY_DTYPE or (set(way) <= _EVERYWHERE and not base.startswith(_INTEGERS_ONLY)):
         return None
-    metas = [remote._meta for remote in call.remotes] + [meta for _, meta, _ in plan.results if meta is not None]
+    metas = [meta_of(remote) for remote in call.remotes] + [meta for _, meta, _ in plan.results if meta is not None]
     if any(meta.numel() == 0 for meta in metas):
         way.append(None)  # there may be nothing to do for a kernel that there is not
     return None if tuple(way) in operation.taken else tuple(way)

@@ -50,7 +50,7 @@ class SignalPlace(Enum):
     """In user code, or between two calls of it, or in a wait of the shim."""
     LOOP = auto()
     """In the event loop: between two tasks, or called by one."""
-    SHIM = auto()
+    RECORDER = auto()
 
 
 class Cancellation:
@@ -96,7 +96,7 @@ class Cancellation:
         place = _place(frame)
         if place is SignalPlace.CODE:
             self._raise()
-        if place is SignalPlace.SHIM or not self._cancel_task():
+        if place is SignalPlace.RECORDER or not self._cancel_task():
             self._hold_back()
 
     def _asked(self) -> bool:
@@ -151,14 +151,14 @@ def _place(frame: FrameType | None) -> SignalPlace:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if name == __file__:
             if function in ("window", "_unraisable"):
-                return SignalPlace.CODE if function == "window" else SignalPlace.SHIM
+                return SignalPlace.CODE if function == "window" else SignalPlace.RECORDER
             inner = None  # what was interrupted before decides
         elif name == _COROUTINES:
             return inner or SignalPlace.LOOP
         elif name in _BELOW_USER_CODE:
             return SignalPlace.CODE
         elif name.startswith(_SHIM):
-            return SignalPlace.CODE if function == "interruptible" else SignalPlace.SHIM
+            return SignalPlace.CODE if function == "interruptible" else SignalPlace.RECORDER
         elif name.startswith(_ASYNCIO):
             run = run or function == "_run"
             if inner is None or not (run or frame.f_code.co_flags & inspect.CO_COROUTINE):

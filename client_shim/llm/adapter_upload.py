@@ -9,10 +9,11 @@ from typing import Final
 
 import torch
 
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.llm.adapter import FoundAdapter
 from dormouse.client_shim.llm.adapter_weights import weights_of
 from dormouse.client_shim.llm.weights import DTYPES
-from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+from dormouse.client_shim.torch_face.remote_tensor import is_remote
 from dormouse.core.freelist import ALIGNMENT
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
@@ -46,6 +47,6 @@ def upload(spec: DecoderSpec, found: FoundAdapter) -> tuple[list[m.WeightAt], li
 
 
 def _places(there: torch.Tensor, names: list[str], start: int, shape: torch.Size) -> list[m.WeightAt]:
-    assert isinstance(there, RemoteTensor)
-    offset = (there._meta.offset + start) * there.dtype.itemsize
-    return [m.WeightAt(name=name, storage=there._storage.id, offset=offset, shape=list(shape)) for name in names]
+    assert is_remote(there)
+    offset = (meta_of(there).offset + start) * there.dtype.itemsize
+    return [m.WeightAt(name=name, storage=storage_of(there).id, offset=offset, shape=list(shape)) for name in names]

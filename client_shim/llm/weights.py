@@ -12,9 +12,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.llm.checkpoint import Checkpoint, StoredTensor
 from dormouse.client_shim.llm.folder import BadFolder
-from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+from dormouse.client_shim.torch_face.remote_tensor import is_remote
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
@@ -141,10 +142,10 @@ def upload(
         parameter = names[name]
         check(name, StoredTensor("F32", tuple(tensor.shape)), wanted.shapes[parameter])
         there = tensor.detach().to(dtype).contiguous().to("cuda")
-        assert isinstance(there, RemoteTensor)
-        offset = there._meta.offset * dtype.itemsize
+        assert is_remote(there)
+        offset = meta_of(there).offset * dtype.itemsize
         places[parameter] = m.WeightAt(
-            name=parameter, storage=there._storage.id, offset=offset, shape=list(tensor.shape)
+            name=parameter, storage=storage_of(there).id, offset=offset, shape=list(tensor.shape)
         )
         kept.append(there)
     return list(places.values()), kept

@@ -14,7 +14,7 @@ import torch
 
 Site = tuple[CodeType, int]
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _hidden: dict[CodeType, bool] = {}
 
 
@@ -26,7 +26,7 @@ def call_site(depth: int = 2) -> Site | None:
         code = frame.f_code
         skip = hidden.get(code)
         if skip is None:
-            skip = hidden[code] = code.co_filename.startswith(_HIDDEN) or code.co_filename.startswith("<")
+            skip = hidden[code] = code.co_filename.startswith(HIDDEN) or code.co_filename.startswith("<")
         if not skip:
             return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]

@@ -5,9 +5,8 @@ not know tensors or storages. Used under the stream's lock only.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Final
-
-import msgpack
 
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.plans import Plan
@@ -16,6 +15,7 @@ from dormouse.client_shim.stream.call_sites import Site
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, SeatLost
 from dormouse.client_shim.stream.numerics import InstanceNumerics
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.stream.tape import Tape
 from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Lease
 
@@ -31,6 +31,13 @@ FREE_NUMBERS: Final = 1 << 14
 QUIET_COMMANDS: Final = 1 << 14
 """Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
 
+EAGER_COMMANDS: Final = 4
+"""The first frame of a lease, and the next after an answer, has so many: the executor has nothing to do."""
+
+MOST_EAGER_COMMANDS: Final = 32
+"""An executor that has nothing to do again is quicker than the program: each frame costs both, so the next one is twice
+as large, up to this."""
+
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""
 
@@ -39,9 +46,17 @@ REPLY_TIMEOUT_S: Final = 3600.0
 bounds a fault of ours."""
 
 
+_next_epoch = count(1).__next__
+
+
 class StreamConnection:
-    def __init__(self, channel: Channel, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
+    """`tape` is that of the connection that has begun last."""
+
+    def __init__(self, channel: Channel, tape: Tape, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
         self.channel = channel
+        self.tape = tape
+        self.commands = tape.commands
+        self._epoch = _next_epoch()
         self.told_keys: set[int] = set()
         self._definitions_nbytes = 0  # about, of the keys in the frame being filled
         self._told_metas: set[int] = set()
@@ -51,7 +66,7 @@ class StreamConnection:
         self._settle = settle  # told of each acknowledged frame
         self._lose = lose  # called when the executor is gone: it will not say so a second time
         self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
-        self._sites: dict[int, list[Site | None]] = {}  # by frame number
+        self._sites: dict[int, Sequence[Site | None]] = {}  # by frame number
         self.suspect = False
         """Whether the executor may know less than it was told."""
         self.open = False
@@ -66,8 +81,10 @@ class StreamConnection:
         self.open = True
         self.number = 1  # of the frame being filled
         self.acknowledged = 0
-        self.commands: list[Any] = []
-        self.sites: list[Site | None] = []
+        self.commands.clear()
+        self.tape.take_sites()
+        self.tape.epoch, self.tape.idle = self._epoch, True
+        self.tape.worth = EAGER_COMMANDS
         self._inline_nbytes = 0  # in the frame being filled
         self._values.clear()
         self._sites.clear()
@@ -138,20 +155,22 @@ class StreamConnection:
 
     def _forget(self) -> None:
         # Definitions come first in a frame, so the void must be in a frame before the one that defines again.
-        self.commands.append(wire.FORGET_DEFS)
+        self.say((wire.FORGET_DEFS,))
         self.flush()
         self.told_keys.clear()
         self._told_metas.clear()
         self._told_changes = 0
+        self._knows_less()
+
+    def _knows_less(self) -> None:
+        self._epoch = self.tape.epoch = _next_epoch()
 
     def flush(self) -> None:
         """Send what has been recorded."""
         if not self.commands:
             return
         try:
-            frame = msgpack.packb(
-                [self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands]
-            )
+            frame = self.commands.framed([self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys]])
         except (OverflowError, ValueError, TypeError) as error:
             self._abandon()
             raise RuntimeError(f"an operation's arguments cannot be sent: {error}") from error
@@ -163,9 +182,10 @@ class StreamConnection:
         while self.in_flight >= wire.WINDOW_FRAMES:
             self.pump(REPLY_TIMEOUT_S)
         self.sent_nbytes += len(frame)
-        self._sites[self.number] = self.sites
+        self._sites[self.number] = self.tape.take_sites()
         self._sites.pop(self.number - KEPT_FRAMES, None)
         self.number += 1
+        self.tape.idle = False
         self._clear()
         try:
             self.channel.send(frame)
@@ -178,10 +198,13 @@ class StreamConnection:
         self.told_keys.difference_update(self._keys[::2])
         self._told_metas.difference_update(self._metas[::2])
         self._told_changes = 0
+        self._knows_less()
         self._clear()
 
     def _clear(self) -> None:
-        self._metas, self._keys, self.commands, self.sites, self._inline_nbytes = [], [], [], [], 0
+        self._metas, self._keys, self._inline_nbytes = [], [], 0
+        self.commands.clear()
+        self.tape.take_sites()
         self._definitions_nbytes = 0
 
     def poll(self) -> None:
@@ -189,7 +212,12 @@ class StreamConnection:
         while self.in_flight and self.pump(0):
             pass
         if not self.in_flight:
-            self.flush()
+            self.send_early()
+
+    def send_early(self) -> None:
+        """To an executor that has nothing to do."""
+        self.tape.worth = min(2 * self.tape.worth, MOST_EAGER_COMMANDS)
+        self.flush()
 
     def pump(self, timeout_s: float) -> bool:
         """Handle the replies to one frame; whether there were any."""
@@ -206,6 +234,7 @@ class StreamConnection:
                 serial, number = fields
                 if serial == self.lease.serial:
                     self.acknowledged = max(self.acknowledged, number)
+                    self.tape.idle = not self.in_flight
                     self._settle(number)
             elif kind == wire.REFUSED:
                 serial, reason, why = fields
@@ -222,21 +251,23 @@ class StreamConnection:
     def wait(self, token: int) -> list[Any]:
         """The reply to a waiting command: [VALUE, payload] or [FAILED, kind, text, where]."""
         self.flush()
+        self.tape.worth = EAGER_COMMANDS
         while token not in self._values:
             if not self.pump(REPLY_TIMEOUT_S):
                 raise ExecutorLost("the executor has not answered")
         return self._values.pop(token)
 
     def site(self, number: int, index: int) -> Site | None:
-        sites = self._sites.get(number, [])
-        return sites[index] if -len(sites) <= index < len(sites) else None
+        sites = self._sites.get(number, ())
+        return sites[index] if 0 <= index < len(sites) else None
 
 
 class Connections:
     """To each executor that has lent its GPU, by GPU and epoch: what each was told outlives leases."""
 
-    def __init__(self, backend: Backend, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
+    def __init__(self, backend: Backend, tape: Tape, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
         self._backend = backend
+        self._tape = tape
         self._settle = settle
         self._lose = lose
         self._known: dict[tuple[int, int], StreamConnection] = {}
@@ -251,5 +282,5 @@ class Connections:
         if key not in self._known:
             # Older epochs of this GPU are dead processes.
             self._known = {place: known for place, known in self._known.items() if place[0] != lease.gpu}
-            self._known[key] = StreamConnection(self._backend.executor(lease), self._settle, self._lose)
+            self._known[key] = StreamConnection(self._backend.executor(lease), self._tape, self._settle, self._lose)
         return self._known[key]

@@ -10,22 +10,18 @@ from typing import Any
 
 from dormouse.client_shim.commands.plans import Plan
 from dormouse.client_shim.commands.room import Room, expect_allowed
+from dormouse.client_shim.stream import remote_storage
 from dormouse.client_shim.stream.remains import Remains
-from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed, next_id
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.stream.tape import Tape
 
 
 class LiveStorages:
-    """`Stream.record` counts what a command makes into these fields itself: a call for each would cost too much."""
+    """What a command makes is counted on the tape where it is recorded: a call for each would cost too much."""
 
-    def __init__(self) -> None:
-        self._first_id = next_id()  # a stream before this one may have had storages
-        self.held_nbytes = 0  # those in `freed` included
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
         self.peak_nbytes = 0
-        self.watched_nbytes = 0  # to hold more is a new peak, or may not fit
-        self._heard_nbytes = 0  # the least that was held since an answer covered all
-        self.lease_first_id = 1
-        self.created = 0  # in this lease, but for those that an executor was told are dead
-        self.wrote_persistent = False
         self.remains = Remains()
         self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
         self._parked: list[int] = []  # died while no lease was held
@@ -33,40 +29,41 @@ class LiveStorages:
     @property
     def reachable_nbytes(self) -> int:
         """Bytes of all storages that the program can still reach, whether a GPU holds them now or not."""
-        return self.held_nbytes - sum(nbytes for number, nbytes in list(freed) if number >= self._first_id)
+        dead: int = sum(nbytes for number, nbytes in list(remote_storage.freed) if number >= self._tape.first_id)
+        return self._tape.held_nbytes - dead
 
     def expect_room(self, nbytes: int) -> None:
         """Refuse what a program does not allow itself."""
-        if self.held_nbytes + nbytes > Room.allowed_nbytes:
+        if self._tape.held_nbytes + nbytes > Room.allowed_nbytes:
             expect_allowed(self.reachable_nbytes, nbytes)
 
     def hold(self, nbytes: int) -> None:
         """A storage has come into being, or has grown."""
-        self.held_nbytes += nbytes
+        self._tape.held_nbytes += nbytes
         self.grown()
 
     def grown(self) -> bool:
         """Whether so much has come since an answer that it may not fit."""
-        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
-        heard = self._heard_nbytes + Room.large_nbytes
-        self.watched_nbytes = min(self.peak_nbytes, heard, Room.allowed_nbytes)
-        return self.held_nbytes > min(heard, Room.allowed_nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._tape.held_nbytes)
+        heard = self._tape.heard_nbytes + Room.large_nbytes
+        self._tape.watched_nbytes = min(self.peak_nbytes, heard, Room.allowed_nbytes)
+        return self._tape.held_nbytes > min(heard, Room.allowed_nbytes)
 
     def heard(self) -> None:
         """An answer covers all that is held."""
-        self._heard_nbytes = self.held_nbytes
+        self._tape.heard_nbytes = self._tape.held_nbytes
         self.grown()
 
     def reset_peak(self) -> None:
         self.peak_nbytes = self.reachable_nbytes
-        self.watched_nbytes = min(self.watched_nbytes, self.peak_nbytes)
+        self._tape.watched_nbytes = min(self._tape.watched_nbytes, self.peak_nbytes)
 
     def make(self, nbytes: int, leased: bool = True) -> int:
         """The id of a new storage: of the lease, or of the store."""
-        number = next_id()
+        number: int = remote_storage.next_id()
         self.hold(nbytes)
         if leased:
-            self.created += 1
+            self._tape.created += 1
         else:
             self._uncommitted.add(number)
         return number
@@ -74,8 +71,8 @@ class LiveStorages:
     def made_by_answer(self, count: int, nbytes: int) -> None:
         """New storages of the lease, of which one at least had its id before their number was known."""
         for _ in range(count - 1):
-            next_id()
-        self.created += count
+            remote_storage.next_id()
+        self._tape.created += count
         self.hold(nbytes)
 
     def of_store(self, storage: RemoteStorage) -> bool:
@@ -86,30 +83,30 @@ class LiveStorages:
         """So much is about to be put into it from outside."""
         if not storage.born:
             storage.id = self.make(storage.nbytes, leased)
-        elif storage.id < self.lease_first_id:
-            self.wrote_persistent = True
+        elif storage.id < self._tape.lease_first_id:
+            self._tape.wrote_persistent = True
             if self.remains and (error := self.remains.error(storage.id)) is not None:
                 if nbytes < storage.nbytes:
                     raise error
                 self.remains.free(storage.id)  # all of it is written: it has a value again
 
     def note_writes(self, plan: Plan, operands: list[Any]) -> None:
-        if any(operands[position] < self.lease_first_id for position in plan.written_at):
-            self.wrote_persistent = True
+        if any(operands[position] < self._tape.lease_first_id for position in plan.written_at):
+            self._tape.wrote_persistent = True
 
     def begin_lease(self) -> None:
         self._uncommitted.clear()
-        self.lease_first_id = next_id()
-        self.wrote_persistent, self.created = False, 0
+        self._tape.lease_first_id = remote_storage.next_id()
+        self._tape.wrote_persistent, self._tape.created = False, 0
         self.heard()
-        freed.extendleft((number, 0) for number in self._parked)
+        remote_storage.freed.extendleft((number, 0) for number in self._parked)
         self._parked = []
 
     def lose(self, why: str) -> None:
         """What was made in this lease and is alive is nowhere."""
-        if self.created > 0:
-            self.remains.lose(self.lease_first_id, next_id(), self.created, why)
-            self.created = 0
+        if self._tape.created > 0:
+            self.remains.lose(self._tape.lease_first_id, remote_storage.next_id(), self._tape.created, why)
+            self._tape.created = 0
 
     def committed(self) -> None:
         self._uncommitted.clear()
@@ -119,8 +116,8 @@ class LiveStorages:
         numbers = []
         for number in self._died():
             numbers.append(number)
-            if number >= self.lease_first_id:
-                self.created -= 1
+            if number >= self._tape.lease_first_id:
+                self._tape.created -= 1
             elif self.remains:
                 self.remains.free(number)
         return numbers
@@ -139,9 +136,9 @@ class LiveStorages:
         return dead
 
     def _died(self) -> Iterator[int]:
-        while freed:
-            number, nbytes = freed.popleft()
-            if number >= self._first_id:
-                self.held_nbytes -= nbytes
-                self._heard_nbytes = min(self._heard_nbytes, self.held_nbytes)
+        while remote_storage.freed:
+            number, nbytes = remote_storage.freed.popleft()
+            if number >= self._tape.first_id:
+                self._tape.held_nbytes -= nbytes
+                self._tape.heard_nbytes = min(self._tape.heard_nbytes, self._tape.held_nbytes)
             yield number

@@ -1,15 +1,18 @@
 """The storages of cuda:0 as an instance knows them: number, size, and the numbers of those whose last tensor has died.
 
-Owns the numbers. Finalizers may run anywhere, even inside the stream, so they only append to a deque.
+Owns the numbers. Finalizers may run anywhere, even inside the stream, so they only append to a deque. Of all that is
+here there is another in C++ (`commands/recorder.cpp`), which `use` puts in its place: so it is called by the module's
+name.
 """
 
 from collections import deque
 from itertools import count
+from typing import Any
 
-freed: deque[tuple[int, int]] = deque()
+freed: Any = deque()
 """Id and bytes of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
 
-next_id = count(1).__next__
+next_id: Any = count(1).__next__
 """Never used twice in a process, as finalizers may come late."""
 
 
@@ -35,7 +38,19 @@ class RemoteStorage:
         return hasattr(self, "id")
 
 
-def born_storage(nbytes: int, number: int) -> RemoteStorage:
+def _born(nbytes: int, number: int) -> RemoteStorage:
     storage = RemoteStorage(nbytes)
     storage.id = number
     return storage
+
+
+kind: Any = RemoteStorage
+born_storage: Any = _born
+_ours = freed, next_id, kind, born_storage
+
+
+def use(native: Any) -> None:
+    """Take a module of C++ for all of these; None: Python's own again."""
+    global freed, next_id, kind, born_storage
+    theirs = native and (native.Freed(), native.next_id, native.RemoteStorage, native.born_storage)
+    freed, next_id, kind, born_storage = theirs or _ours

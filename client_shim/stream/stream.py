@@ -13,19 +13,23 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.commands import recorder
+from dormouse.client_shim.commands.handles import cpp
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Plan
 from dormouse.client_shim.commands.room import Room, expect_allowed
+from dormouse.client_shim.stream import remote_storage
 from dormouse.client_shim.stream.answers import Answers
 from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.bulk import Bulk
 from dormouse.client_shim.stream.call_sites import call_site
-from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, Connections, StreamConnection
+from dormouse.client_shim.stream.connection import FREE_NUMBERS, REPLY_TIMEOUT_S, Connections, StreamConnection
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost
 from dormouse.client_shim.stream.live_storages import LiveStorages
 from dormouse.client_shim.stream.numerics import NUMERICS
-from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed, next_id
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.seeds import Seeds
+from dormouse.client_shim.stream.tape import Tape
 from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Lease
 from dormouse.schemas.numerics import Setting
@@ -37,11 +41,8 @@ many late costs the GPU's memory."""
 POLL_MASK: Final = 15
 """Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
-EAGER_COMMANDS: Final = 4
-"""An executor that has nothing to do is sent so many; fewer are worth a frame when somebody waits for them."""
-
 EAGER_NBYTES: Final = 1 << 16
-"""Or one whose result is as large as this: it will take the executor a while."""
+"""An executor that has nothing to do is sent a command with so large a result at once: it will take a while."""
 
 
 class Stream:
@@ -50,17 +51,21 @@ class Stream:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.lock = threading.RLock()
-        self.commands_recorded = 0
         self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
         self.last_used = True  # the last lease: its executor was given commands
         self.loading = True  # what is uploaded without a lease joins the model
         self._connection: StreamConnection | None = None
-        self._storages = LiveStorages()
+        self.tape: Tape = cpp.module.Tape() if cpp.module is not None else Tape()
+        self._storages = LiveStorages(self.tape)
         self.answers = Answers(self._storages.remains)
         self._seeds = Seeds()
         self.bulk = Bulk(backend)
-        self.connections = Connections(backend, self.bulk.ring.settle, self.lose_lease)
+        self.connections = Connections(backend, self.tape, self.bulk.ring.settle, self.lose_lease)
+
+    @property
+    def commands_recorded(self) -> int:
+        return self.tape.recorded
 
     # --- memory
 
@@ -88,7 +93,7 @@ class Stream:
 
     def may_not_fit(self, nbytes: int) -> bool:
         """Whether so much more is to be brought into being at once, to hear whether there is room for it."""
-        return nbytes > Room.large_nbytes or self._storages.held_nbytes + nbytes > Room.allowed_nbytes
+        return nbytes > Room.large_nbytes or self.tape.held_nbytes + nbytes > Room.allowed_nbytes
 
     def allow(self) -> None:
         """What the program allows itself is another."""
@@ -120,6 +125,7 @@ class Stream:
             connection.begin(lease)
             self.bulk.ring.clear()
             self._connection = connection
+            self.tape.open = True
             self._storages.begin_lease()
             self.answers.begin_lease(self.commands_recorded)
             for command in self._seeds.begin(lease):
@@ -157,7 +163,7 @@ class Stream:
         # What autocast remembers of weights was made in this lease; a program that never leaves autocast would keep it.
         torch.clear_autocast_cache()
         connection.free(self._storages.died())
-        if self._storages.created:
+        if self.tape.created:
             gc.collect()
             connection.free(self._storages.died())
         self.last_used = not connection.untouched
@@ -165,7 +171,7 @@ class Stream:
             return None, None  # who took the lease says so in its place
         # Without an answer nobody would hear of a command that failed after the last one.
         unheard = self.answers.unheard(self.commands_recorded)
-        wait = bool(self._storages.created or self._storages.wrote_persistent or unheard)
+        wait = bool(self.tape.created or self.tape.wrote_persistent or unheard)
         token = self.answers.next_token()
         quiet = wire.END_QUIET if self.bulk.ring.empty else wire.END_ACK
         connection.commands += (wire.END, token, wire.END_WAIT if wait else quiet)
@@ -181,7 +187,7 @@ class Stream:
 
     def _drop_lease(self) -> None:
         if self._connection is not None:
-            self._connection.open = False
+            self._connection.open = self.tape.open = False
             self._connection = None
 
     def remains(self) -> str:
@@ -225,44 +231,56 @@ class Stream:
             self.begin_lease(self.backend.acquire())
             connection = self._connection
             assert connection is not None
-        if freed:
+        if remote_storage.freed:
             connection.free(self._storages.died())
         return connection
 
     # --- recording
 
+    def connect(self) -> None:
+        """What C++ records, it appends here."""
+        settings = recorder.RecorderSettings(wire.FRAME_COMMANDS, EAGER_NBYTES, POLL_MASK, FREE_BATCH, FREE_NUMBERS)
+        recorder.connect(self.tape, self.lock, self.record, self.recorded, settings)
+
     def record(self, plan: Plan, operands: list[Any]) -> int:
         """Append a command; the id of its first fresh storage."""
         with self.lock:
             connection = self._connection
-            if connection is None or len(freed) > FREE_BATCH:
+            if connection is None or len(remote_storage.freed) > FREE_BATCH:
                 connection = self._ready()
             if plan.id not in connection.told_keys:
                 connection.tell(plan)
-            storages = self._storages
-            if plan.writes and not storages.wrote_persistent:
-                storages.note_writes(plan, operands)
-            commands = connection.commands
-            commands.append(plan.id)
-            commands += operands
-            number, eager = 0, len(connection.sites) >= EAGER_COMMANDS - 1
-            for nbytes in plan.fresh_nbytes:
-                eager = eager or nbytes >= EAGER_NBYTES
-                fresh = next_id()
-                commands.append(fresh)
-                number = number or fresh
-                storages.created += 1
-                storages.held_nbytes += nbytes
-            connection.sites.append(call_site(4))
-            self.commands_recorded += 1
-            recorded = len(connection.sites)
-            if storages.held_nbytes > storages.watched_nbytes and storages.grown():
-                self._answer_for(plan, number)
-            elif recorded >= wire.FRAME_COMMANDS or (eager and connection.number == connection.acknowledged + 1):
-                connection.flush()
-            elif not recorded & POLL_MASK:
-                connection.poll()
+            tape = self.tape
+            if plan.writes and not tape.wrote_persistent:
+                self._storages.note_writes(plan, operands)
+            fresh = [remote_storage.next_id() for _ in plan.fresh_nbytes]
+            try:
+                tape.commands.extend((plan.id, *operands, *fresh))
+            except (OverflowError, ValueError, TypeError) as error:
+                raise RuntimeError(f"an operation's arguments cannot be sent: {error}") from error
+            tape.created += len(fresh)
+            tape.held_nbytes += sum(plan.fresh_nbytes)
+            tape.sites.append(call_site())
+            tape.recorded += 1
+            number = fresh[0] if fresh else 0
+            self.recorded(plan, number)
             return number
+
+    def recorded(self, plan: Plan, number: int) -> None:
+        """Of the command that was recorded last, whose first fresh storage has this id: send what is to leave with it,
+        and hear of what may not fit.
+        """
+        connection, tape = self._connection, self.tape
+        assert connection is not None, "a command was recorded under a lease"
+        count = len(tape.sites)
+        if tape.held_nbytes > tape.watched_nbytes and self._storages.grown():
+            self._answer_for(plan, number)
+        elif count >= wire.FRAME_COMMANDS:
+            connection.flush()
+        elif tape.idle and (count >= tape.worth or any(nbytes >= EAGER_NBYTES for nbytes in plan.fresh_nbytes)):
+            connection.send_early()
+        elif not count & POLL_MASK and count >= tape.worth:
+            connection.poll()
 
     def _answer_for(self, plan: Plan, number: int) -> None:
         """Of a command whose results have no owner yet."""
@@ -271,7 +289,7 @@ class Stream:
             self.answer_for_all()
             expect_allowed(self._storages.reachable_nbytes - made, made)
         except BaseException:
-            freed.extend(enumerate(plan.fresh_nbytes, number))
+            remote_storage.freed.extend(enumerate(plan.fresh_nbytes, number))
             raise
 
     def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
@@ -283,17 +301,16 @@ class Stream:
                 connection.flush()
             if plan.id not in connection.told_keys:
                 connection.tell(plan)
-            storages = self._storages
-            if plan.writes and not storages.wrote_persistent:
-                storages.note_writes(plan, operands)
-            first = next_id()
-            connection.sites.append(call_site())
-            self.commands_recorded += 1
+            if plan.writes and not self.tape.wrote_persistent:
+                self._storages.note_writes(plan, operands)
+            first = remote_storage.next_id()
+            self.tape.sites.append(call_site())
+            self.tape.recorded += 1
             self.questions += 1
             payload: list[Any] = self._asked(connection, wire.RESULT_META, plan.id, *operands, first)
             sizes = {result[2]: result[3] for result in payload[0] if result[0] == wire.FRESH}
-            storages.made_by_answer(payload[3], sum(sizes.values()))
-            if storages.held_nbytes > Room.allowed_nbytes:
+            self._storages.made_by_answer(payload[3], sum(sizes.values()))
+            if self.tape.held_nbytes > Room.allowed_nbytes:
                 self._allow_asked(sizes, first)
             return payload, first
 
@@ -303,7 +320,7 @@ class Stream:
         try:
             expect_allowed(self._storages.reachable_nbytes - made, made)
         except torch.OutOfMemoryError:
-            freed.extend((first + slot, nbytes) for slot, nbytes in sizes.items())
+            remote_storage.freed.extend((first + slot, nbytes) for slot, nbytes in sizes.items())
             raise
 
     def record_alone(self, plan: Plan, operands: list[Any]) -> int:

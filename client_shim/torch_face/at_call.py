@@ -2,15 +2,16 @@
 
 from typing import Any
 
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.commands.operations import Operation, handler
 from dormouse.client_shim.torch_face.remote_tensor import is_remote, record
 
 
-@handler("as_strided")
+@handler("as_strided", pure=True)
 def _as_strided(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     view = record(operation, args, kwargs)
-    if (needed := view._meta.extent()) > (held := view._storage.nbytes):
-        meta = view._meta
+    if (needed := meta_of(view).extent()) > (held := storage_of(view).nbytes):
+        meta = meta_of(view)
         raise RuntimeError(
             f"setStorage: sizes {list(meta.size)}, strides {list(meta.stride)}, storage offset {meta.offset}, and "
             f"itemsize {meta.dtype.itemsize} requiring a storage size of {needed} are out of bounds for storage of "
@@ -19,7 +20,7 @@ def _as_strided(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     return view
 
 
-@handler("pow.Tensor_Scalar", "pow_.Scalar")
+@handler("pow.Tensor_Scalar", "pow_.Scalar", pure=True)
 def _pow(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     exponent = args[1]
     if type(exponent) is int and exponent < 0 and not (args[0].is_floating_point() or args[0].is_complex()):

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dormouse.client_shim.commands.handles import storage_of
 from dormouse.client_shim.commands.operations import Operation, handler, refuse
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.torch_face.import_hooks import when_imported
@@ -67,7 +68,7 @@ def _padded(real: Callable[..., Any]) -> Callable[..., Any]:
 @handler("_has_same_storage_numel")
 def _has_same_storage_numel(operation: Operation, args: Any, kwargs: dict[str, Any]) -> bool:
     one, other = (
-        each._storage.nbytes // each.dtype.itemsize if is_remote(each) else each.untyped_storage().nbytes()
+        storage_of(each).nbytes // each.dtype.itemsize if is_remote(each) else each.untyped_storage().nbytes()
         for each in args
     )
     return bool(one == other)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.commands import recorder
 from dormouse.client_shim.patches import nothing, patch, raising
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.remote_tensor import world
@@ -38,6 +39,7 @@ class ForkedStream(Stream):
 def _in_child() -> None:
     if world.stream is None:
         return
+    recorder.disconnect()
     world.stream.__class__ = ForkedStream
     patch(torch.cuda, "_is_in_bad_fork", lambda: True)
     patch(torch.cuda, "is_initialized", lambda: False)

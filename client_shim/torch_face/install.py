@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from dormouse.client_shim import torch_device, torch_private
-from dormouse.client_shim.commands import composites, metas, operations
+from dormouse.client_shim import torch_device, torch_dispatcher, torch_private
+from dormouse.client_shim.commands import composites, metas, recorder
+from dormouse.client_shim.commands.handles import cpp
 from dormouse.client_shim.patches import patch, undo
+from dormouse.client_shim.stream import remote_storage
 from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.numerics import NUMERICS
-from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face import (
     cuda_face,
@@ -26,7 +27,8 @@ from dormouse.client_shim.torch_face import (
     tensor_methods,
     torchscript,
 )
-from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
+from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, use, watch_inference_mode, world, wrap
+from dormouse.core.native import RECORDER
 from dormouse.schemas.messages import DeviceInfo
 from dormouse.schemas.numerics import Setting
 
@@ -34,8 +36,10 @@ _prepared = False
 _registered = False
 
 
-def prepare() -> None:
-    """Make `cuda` exist, without anything behind it yet. Can be repeated."""
+def prepare(by_cpp: bool = True) -> None:
+    """Make `cuda` exist, without anything behind it yet. Can be repeated. ``by_cpp``: commands are recorded by C++, if
+    that is built.
+    """
     global _prepared, _registered
     if _prepared:
         return
@@ -59,16 +63,38 @@ def prepare() -> None:
     NUMERICS.notice(torch_private.bindings())
     torch_private.watch_settings(patch, _numerics_changed)
     watch_inference_mode()
-    torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)
-    world.inference = False  # that was the test
+    _test(RemoteTensor)
     _prepared = True
+    if by_cpp:
+        record_by_cpp()
 
 
-def install(backend: Backend, device: DeviceInfo) -> Stream:
+def record_by_cpp() -> None:
+    """Once it is built; until then, and without a compiler, Python records."""
+    if cpp.module is None and (module := RECORDER.load()) is not None:
+        use(module)
+        tensor_methods.install_on_tensors()
+        torch_dispatcher.watch_operations(patch, module.cover)
+        _test(torch.Tensor)
+
+
+def _test(base: type) -> None:
+    torch_private.self_test(lambda: wrap(remote_storage.kind(24), metas.intern(torch.float32, (2, 3), (1, 2))), base)
+    world.inference = False  # that was the test
+
+
+def prepare_python() -> None:
+    """`prepare` where the node file says so."""
+    prepare(by_cpp=False)
+
+
+def install(backend: Backend, device: DeviceInfo, by_cpp: bool = True) -> Stream:
     """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
-    prepare()
+    prepare(by_cpp)
     cuda_face.connect(device)
     world.stream = Stream(backend)
+    if cpp.module is not None:
+        world.stream.connect()
     forked.watch_forks()
     return world.stream
 
@@ -80,6 +106,8 @@ def uninstall() -> None:
     undo()
     torch_private.swap_on_module_conversion(False)
     world.stream = None
+    recorder.forget_plans()
+    use(None)
     _prepared = False
 
 
@@ -96,7 +124,7 @@ def _watch_default_dtype() -> None:
 
     def set_default_dtype(d: torch.dtype, /) -> None:
         if d is not torch.get_default_dtype():
-            operations.forget_plans()
+            recorder.forget_plans()
         real(d)
 
     patch(torch, "set_default_dtype", set_default_dtype)

@@ -5,18 +5,22 @@ interned plan -> a few integers on the stream. Python-level methods that would l
 downloads and uploads are in `transfers.py`.
 """
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
 from dormouse.client_shim import torch_dispatcher, torch_private
-from dormouse.client_shim.commands import definitions, metas, numbers, operations
+from dormouse.client_shim.commands import definitions, metas, numbers, operations, recorder
+from dormouse.client_shim.commands.handles import adopt, cpp, meta_of, storage_of
 from dormouse.client_shim.commands.metas import CONJUGATED, NEGATED, Meta
 from dormouse.client_shim.commands.operations import Operation
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.client_shim.commands.prediction import infer
 from dormouse.client_shim.patches import patch
-from dormouse.client_shim.stream.remote_storage import RemoteStorage, born_storage
+from dormouse.client_shim.stream import remote_storage
+from dormouse.client_shim.stream.call_sites import HIDDEN
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face import synchronizing
 from dormouse.client_shim.torch_face.device_numbers import expect_first
@@ -73,6 +77,15 @@ def watch_inference_mode() -> None:
     patch(torch.inference_mode, "__enter__", enter)
 
 
+def use(module: Any) -> None:
+    """Let C++ record, by its module; None: Python."""
+    remote_storage.use(module)
+    if module is None:
+        recorder.disable()
+    else:
+        recorder.enable(module, dispatch, HIDDEN, MAX_PLANS)
+
+
 def stream() -> Stream:
     if world.stream is None:
         raise RuntimeError(
@@ -94,9 +107,10 @@ class RemoteTensor(torch.Tensor):
 
 def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
     """A tensor object; what inference mode makes is an inference tensor, as PyTorch has it."""
+    if cpp.module is not None:
+        return cpp.module.wrap(storage, meta)  # type: ignore[no-any-return]
     tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
-    tensor._storage = storage
-    tensor._meta = meta
+    adopt(tensor, storage, meta)
     if meta.bits:
         torch_private.set_conj(tensor, bool(meta.bits & CONJUGATED))
         torch_private.set_neg(tensor, bool(meta.bits & NEGATED))
@@ -113,7 +127,10 @@ def wrap_as(base: torch.Tensor, storage: RemoteStorage, meta: Meta) -> RemoteTen
 
 
 def is_remote(value: Any) -> bool:
-    return type(value) is RemoteTensor
+    """Whether it is a tensor of cuda:0."""
+    if cpp.module is None:
+        return type(value) is RemoteTensor
+    return isinstance(value, torch.Tensor) and cpp.module.is_remote(value)
 
 
 def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +164,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
             tensors.append(value)
             operands.append(value._storage)
         elif kind in _PLAIN and (not scalars or value is None or index not in scalars):
-            key.append(value)
+            key.append(value or str(value) if kind is float else value)  # -0.0 is another
         elif kind is list and value and not scalars and type(value[0]) is int:  # sizes, strides, dimensions
             key.append(tuple(value))
         else:
@@ -155,27 +172,34 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     for name, value in kwargs.items():
         key.append(name)
         _sign(operation, value, name in operation.scalar_names, key, tensors, operands)
+    if operation.writes and len(tensors) > 1:
+        key += _shared(tensors)
     signature = tuple(key)
     plan = operation.plans.get(signature)
     if plan is None:
         plan = _learn(operation, signature, args, kwargs, tensors)
     shape = plan.shape
+    if cpp.module is not None and (operation.handler is None or operation.pure):
+        kind = remote_storage.kind
+        ids = [getattr(operand, "id", None) if type(operand) is kind else operand for operand in operands]
+        recorder.offer(operation, plan, ids)
     if shape == Plan.VIEW:
         if plan.single is not None and not plan.listed:
             base = tensors[plan.results[0][2]]
             if world.inference:
-                return wrap_as(base, base._storage, plan.single)
-            return wrap(base._storage, plan.single)
+                return wrap_as(base, storage_of(base), plan.single)
+            return wrap(storage_of(base), plan.single)
         return _results(plan, tensors)
     current = world.stream or stream()
+    kind = remote_storage.kind
     try:
-        ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
+        ids = [operand.id if type(operand) is kind else operand for operand in operands]
     except AttributeError:
         for tensor in tensors:
-            current.create(tensor._storage)
-        ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
+            current.create(storage_of(tensor))
+        ids = [operand.id if type(operand) is kind else operand for operand in operands]
     if shape == Plan.FRESH:
-        return wrap(born_storage(plan.fresh_nbytes[0], current.record(plan, ids)), plan.single)  # type: ignore[arg-type]
+        return wrap(remote_storage.born_storage(plan.fresh_nbytes[0], current.record(plan, ids)), plan.single)  # type: ignore[arg-type]
     if shape == Plan.SAME:
         current.record(plan, ids)
         return tensors[plan.results[0][2]]
@@ -194,7 +218,7 @@ def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch_dispatcher.NoTorchFunction(), torch_dispatcher.BelowAutograd():
         shadows = [
             torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-            if type(value) is RemoteTensor
+            if is_remote(value)
             else value
             for value in args
         ]
@@ -205,10 +229,10 @@ def _sign(
     operation: Operation, value: Any, scalar: bool, key: list[Any], tensors: list[RemoteTensor], operands: list[Any]
 ) -> None:
     kind = type(value)
-    if kind is RemoteTensor:
-        key.append(value._meta)
+    if is_remote(value):
+        key.append(meta_of(value))
         tensors.append(value)
-        operands.append(value._storage)
+        operands.append(storage_of(value))
     elif kind is list or kind is tuple or kind is torch.Size:
         if value and not scalar and type(value[0]) is int:
             key.append(tuple(value))
@@ -220,7 +244,7 @@ def _sign(
     elif isinstance(value, torch.Tensor):
         _sign_host(operation, value, key, operands)
     elif scalar and value is not None:
-        key.append(kind if kind is complex or 0 <= value < 128 else (kind, numbers.magnitude(value)))
+        key.append(kind if kind is complex or 0 <= value < 128 else (kind, numbers.magnitude(value), value < 0))
         if operation.scalars_in_key:
             key.append(value)
         else:
@@ -233,7 +257,14 @@ def _sign(
             "call to_dense() first"
         )
     else:
-        key.append(value)
+        key.append(value or str(value) if kind is float else value)
+
+
+def _shared(tensors: list[RemoteTensor]) -> Iterator[tuple[int, int]]:
+    """Of each operand the first that is the same tensor, and the first that has the same storage."""
+    storages = [id(storage_of(tensor)) for tensor in tensors]
+    same = [id(tensor) for tensor in tensors]
+    return ((same.index(tensor), storages.index(storage)) for tensor, storage in zip(same, storages, strict=True))
 
 
 def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operands: list[Any]) -> None:
@@ -276,7 +307,7 @@ def _learn(
         world.stream.shape_misses += 1
     plan = infer(Call(operation, args, kwargs, tensors, is_remote))
     if world.plans >= MAX_PLANS:
-        operations.forget_plans()
+        recorder.forget_plans()
         metas.forget()
         world.plans = 0
     world.plans += 1
@@ -287,7 +318,8 @@ def _learn(
 
 def _results(plan: Plan, tensors: list[RemoteTensor], first: int = 0) -> Any:
     """What the call returns. ``first`` is the id of its first new storage; 0 if it has none."""
-    fresh = [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)] if first else []
+    sizes = enumerate(plan.fresh_nbytes) if first else ()
+    fresh = [remote_storage.born_storage(nbytes, first + slot) for slot, nbytes in sizes]
     for operand, meta in plan.changes:
         reshape(tensors[operand], meta)
     results: list[Any] = []
@@ -299,7 +331,7 @@ def _results(plan: Plan, tensors: list[RemoteTensor], first: int = 0) -> Any:
         elif kind == wire.FRESH:
             results.append(wrap(fresh[number], result))
         else:
-            results.append(wrap_as(tensors[number], tensors[number]._storage, result))
+            results.append(wrap_as(tensors[number], storage_of(tensors[number]), result))
     if plan.listed:
         return results
     return results[0] if results else None
@@ -307,7 +339,7 @@ def _results(plan: Plan, tensors: list[RemoteTensor], first: int = 0) -> Any:
 
 def reshape(tensor: RemoteTensor, meta: Meta) -> None:
     """Give a tensor object another geometry in place (`resize_`, `t_`, an empty `out=`)."""
-    storage = tensor._storage
+    storage = storage_of(tensor)
     if (growth := meta.extent() - storage.nbytes) > 0:
         if storage.born:
             stream().hold(growth)
@@ -318,7 +350,7 @@ def reshape(tensor: RemoteTensor, meta: Meta) -> None:
 def become(tensor: RemoteTensor, storage: RemoteStorage, meta: Meta) -> None:
     """Make a tensor object that of another storage, or of another part of it."""
     torch_private.set_tensor_data(tensor, wrap_as(tensor, storage, meta))
-    tensor._storage, tensor._meta = storage, meta
+    adopt(tensor, storage, meta)
 
 
 def _ask(

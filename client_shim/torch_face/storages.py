@@ -12,7 +12,9 @@ import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.handles import adopt, meta_of, storage_of
 from dormouse.client_shim.patches import patch, raising
+from dormouse.client_shim.stream import remote_storage
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import DEVICE, RemoteTensor, become, dispatch, is_remote, wrap
@@ -170,7 +172,7 @@ def copied(storage: RemoteStorage, memo: dict[int, Any]) -> RemoteStorage:
         source = wrap(storage, meta)
         fresh = storage.born and storage.nbytes > 0
         made: RemoteTensor = dispatch(torch.ops.aten.clone.default, (source,), {}) if fresh else empty(meta)
-        result = memo[id(storage)] = made._storage
+        result = memo[id(storage)] = storage_of(made)
     return result
 
 
@@ -183,12 +185,12 @@ def set_(
     if isinstance(source, torch.TypedStorage):
         source = torch_private.untyped(source)
     if is_remote(source):
-        storage, whole = source._storage, source._meta
+        storage, whole = storage_of(source), meta_of(source)
     elif isinstance(source, CudaStorage):
         storage = source.remote
         whole = metas.contiguous(self.dtype, (storage.nbytes // self.dtype.itemsize,))
     elif source is None:
-        storage, whole = RemoteStorage(0), metas.contiguous(self.dtype, (0,))
+        storage, whole = remote_storage.kind(0), metas.contiguous(self.dtype, (0,))
     else:
         raise RuntimeError(f"Attempted to set the storage of a tensor on device {DEVICE} to one on {source.device}")
     if size is None:
@@ -214,9 +216,9 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
         return torch_private.make_storage(cls, *args, **kwargs)
     expect_first(torch.device(device).index)
     if args and isinstance(args[0], int):
-        return CudaStorage(RemoteStorage(args[0]))
+        return CudaStorage(remote_storage.kind(args[0]))
     host = torch_private.make_storage(torch.UntypedStorage, *args)
-    return CudaStorage(RemoteStorage(host.nbytes())).copy_(host)
+    return CudaStorage(remote_storage.kind(host.nbytes())).copy_(host)
 
 
 def _copy(self: torch.UntypedStorage, source: Any, non_blocking: Any = None) -> torch.UntypedStorage:
@@ -237,5 +239,5 @@ def _set_bits(tensor: Any, bits: dict[str, bool]) -> None:
     if not is_remote(tensor):
         return
     kept = (metas.CONJUGATED if bits.get("conj") else 0) | (metas.NEGATED if bits.get("neg") else 0)
-    old = tensor._meta
-    tensor._meta = metas.intern(old.dtype, old.size, old.stride, old.offset, kept)
+    old = meta_of(tensor)
+    adopt(tensor, storage_of(tensor), metas.intern(old.dtype, old.size, old.stride, old.offset, kept))

@@ -5,11 +5,14 @@ Installed onto the class once; also `Tensor.data`, whose setter would silently d
 """
 
 import copy
-from typing import Any, NoReturn
+import functools
+from typing import Any, Final, NoReturn
 
 import torch
+from torch import overrides
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_dispatcher, torch_private
+from dormouse.client_shim.commands.handles import adopt, meta_of, storage_of
 from dormouse.client_shim.patches import patch, raising
 from dormouse.client_shim.torch_face import at_call, device_numbers, pinning, storages, synchronizing  # noqa: F401  # at_call: its handlers
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote, wrap
@@ -18,12 +21,39 @@ from dormouse.client_shim.torch_face.transfers import download
 
 
 def install() -> None:
-    for name, method in _METHODS.items():
+    for name, method in {**_METHODS, **_AS_PYTORCH_HAS_THEM}.items():
         setattr(RemoteTensor, name, method)
     patch(torch.Tensor, "data", property(_get_data, _set_data))
+    owners: tuple[Any, ...] = (torch, torch.utils.dlpack)
+    capsule = _chosen(owners[0].to_dlpack, _METHODS["__dlpack__"])
+    for owner in owners:
+        patch(owner, "to_dlpack", capsule)
     storages.install()
     pinning.install()
     device_numbers.install()
+
+
+def install_on_tensors() -> None:
+    """The same where tensors of cuda:0 are PyTorch's own: what they need no method for, PyTorch does for them."""
+    tensor: Any = torch.Tensor
+    for name, method in _METHODS.items():
+        patch(tensor, name, _chosen(getattr(tensor, name), method))
+
+
+def _chosen(real: Any, method: Any) -> Any:
+    if isinstance(method, property):
+        return property(_chosen(real.fget, method.fget))
+
+    @functools.wraps(real)
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_remote(self):
+            return real(self, *args, **kwargs)
+        if overrides.has_torch_function_unary(self):
+            return overrides.handle_torch_function(chosen, (self,), self, *args, **kwargs)
+        with torch_dispatcher.NoTorchFunction():
+            return method(self, *args, **kwargs)
+
+    return chosen
 
 
 no_backward = raising(
@@ -39,9 +69,13 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     return torch.Tensor.__new__(cls, *args, **kwargs)
 
 
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter, RemoteTensor)
+"""Other classes are the program's."""
+
+
 def _data_ptr(self: RemoteTensor) -> int:
-    base = address(self._storage)
-    return base + self._meta.offset * self._meta.dtype.itemsize if base else 0
+    base = address(storage_of(self))
+    return base + meta_of(self).offset * meta_of(self).dtype.itemsize if base else 0
 
 
 def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
@@ -81,10 +115,13 @@ def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
         )
     with torch.no_grad():
         # Tensors that share a storage still share one afterwards, as torch has it.
-        result: Any = wrap(copied(self._storage, memo), self._meta)
+        result: Any = wrap(copied(storage_of(self), memo), meta_of(self))
+        if type(self) not in _PLAIN:
+            result = result.as_subclass(type(self))
     result.requires_grad_(self.requires_grad)
+    parameter = getattr(self, "_is_param", False)  # of which PyTorch copies no more
     for name, value in self.__dict__.items():
-        if name not in ("_storage", "_meta"):
+        if name not in ("_storage", "_meta") and (not parameter or name == "_is_param"):
             setattr(result, name, copy.deepcopy(value, memo))
     memo[id(self)] = result
     return result
@@ -95,13 +132,13 @@ def _reduce_ex(self: RemoteTensor, protocol: Any) -> Any:
     state = {name: value for name, value in self.__dict__.items() if name not in ("_storage", "_meta", "_is_param")}
     if getattr(self, "_is_param", False):
         return torch_private.reduce_parameter(self.data, self.requires_grad, state)
-    return torch_private.reduce_tensor(self, state)
+    return torch_private.reduce_tensor(self, state, torch.Tensor if type(self) in _PLAIN else type(self))
 
 
 def _is_set_to(self: RemoteTensor, tensor: Any) -> bool:
-    if not is_remote(tensor) or self._storage is not tensor._storage:
+    if not is_remote(tensor) or storage_of(self) is not storage_of(tensor):
         return False
-    return self._meta is tensor._meta or self._meta.definition() == tensor._meta.definition()
+    return meta_of(self) is meta_of(tensor) or meta_of(self).definition() == meta_of(tensor).definition()
 
 
 def _as_subclass(self: RemoteTensor, cls: type) -> RemoteTensor:
@@ -119,7 +156,7 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     if is_remote(self) and is_remote(value):
         torch_private.set_tensor_data(self, value)
-        self._storage, self._meta = value._storage, value._meta  # type: ignore[attr-defined]
+        adopt(self, storage_of(value), meta_of(value))
     elif is_remote(self) or is_remote(value):
         # The object must become another kind of tensor: exchange the two, keeping what the object is to its module.
         state = {name: item for name, item in self.__dict__.items() if name not in ("_storage", "_meta")}
@@ -146,11 +183,17 @@ def _unsupported(what: str) -> Any:
     return raising(text, NotImplementedError)
 
 
-_METHODS: dict[str, Any] = {
+_AS_PYTORCH_HAS_THEM: dict[str, Any] = {
     "__new__": staticmethod(_new),
-    "__repr__": _repr,
     "__str__": _repr,
     "__format__": lambda self, spec: format(download(self), spec) if self.dim() == 0 else object.__format__(self, spec),
+    "as_subclass": _as_subclass,
+    "is_pinned": lambda self, *args: False,
+}
+"""Methods that a subclass has to have of its own."""
+
+_METHODS: dict[str, Any] = {
+    "__repr__": _repr,
     "tolist": _tolist,
     "numpy": _numpy,
     "__array__": _array,
@@ -158,13 +201,11 @@ _METHODS: dict[str, Any] = {
     "__reduce_ex__": _reduce_ex,
     "data_ptr": _data_ptr,
     "const_data_ptr": _data_ptr,
-    "untyped_storage": lambda self: CudaStorage(self._storage),
+    "untyped_storage": lambda self: CudaStorage(storage_of(self)),
     "set_": set_,
     "is_set_to": _is_set_to,
-    "as_subclass": _as_subclass,
     "backward": no_backward,
     "pin_memory": _pin_memory,
-    "is_pinned": lambda self, *args: False,
     "is_shared": lambda self: True,
     "share_memory_": lambda self: self,
     "record_stream": lambda self, stream: None,

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.commands import recorder
 from dormouse.client_shim.patches import patch
 
 NAMES: Final = {
@@ -42,7 +43,9 @@ def install() -> None:
     def set_default_tensor_type(t: Any, /) -> None:
         known = _cuda_type(t)
         if known is None:
-            return real_default(t)
+            real_default(t)
+            recorder.forget_plans()  # of which the default dtype is a part
+            return
         raise RuntimeError(
             f"torch.set_default_tensor_type({_PREFIX}...) is not supported on Dormouse; "
             'use torch.set_default_device("cuda") and torch.set_default_dtype'

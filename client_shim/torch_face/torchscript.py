@@ -14,6 +14,7 @@ import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.handles import adopt, storage_of
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote
 
@@ -48,8 +49,7 @@ def note_moved(tensor: RemoteTensor) -> None:
 def mend(tensor: RemoteTensor) -> None:
     """Before an alias is taken: give it what it has been given in C++."""
     if _loading.moved and (moved := _loading.moved.get(torch_private.memory(tensor))) is not None:
-        tensor._storage = moved._storage
-        tensor._meta = metas.of(tensor)
+        adopt(tensor, storage_of(moved), metas.of(tensor))
 
 
 def _watching(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,9 +10,10 @@ import torch
 
 from dormouse.client_shim import torch_dispatcher
 from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.handles import meta_of, storage_of
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation, handler
-from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.stream import remote_storage
 from dormouse.client_shim.torch_face import synchronizing
 from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import (
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 
 def upload(target: RemoteTensor, source: torch.Tensor) -> None:
     """`target.copy_(source)` for a CPU source."""
-    meta = target._meta
+    meta = meta_of(target)
     if meta.numel() == 0:
         return
     if source.dim() == 0 and meta.numel() > 1:
@@ -50,21 +51,21 @@ def upload(target: RemoteTensor, source: torch.Tensor) -> None:
     if not as_it_is or host.is_conj() or host.is_neg():
         host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype).copy_(host)
     itemsize = meta.dtype.itemsize
-    stream().upload(target._storage, meta.offset * itemsize, host.data_ptr(), meta.numel() * itemsize)
+    stream().upload(storage_of(target), meta.offset * itemsize, host.data_ptr(), meta.numel() * itemsize)
 
 
 def download(source: RemoteTensor) -> torch.Tensor:
     """A new CPU tensor with the value and, where it is dense, the strides of `source`."""
-    meta = source._meta
+    meta = meta_of(source)
     if meta.numel() == 0:
         return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
     if meta.bits:
         source = dispatch(aten.clone.default, (source,), {})
-        if source._meta.bits:
+        if meta_of(source).bits:
             source = dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {})
         return download(source)
-    if not source._storage.born:
-        stream().create(source._storage)
+    if not storage_of(source).born:
+        stream().create(storage_of(source))
     itemsize = meta.dtype.itemsize
     limit = stream().bulk.chunk_nbytes // itemsize
     if meta.is_dense():
@@ -77,16 +78,16 @@ def download(source: RemoteTensor) -> torch.Tensor:
         host, pieces = torch.empty(meta.size, dtype=meta.dtype), [meta]
     else:
         return download(dispatch(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}))
-    stream().download(source._storage, pieces, host.data_ptr())
+    stream().download(storage_of(source), pieces, host.data_ptr())
     return host
 
 
 def empty(meta: Meta) -> RemoteTensor:
     """A tensor whose storage does not exist yet: it costs nothing until it is written or read."""
-    return wrap(RemoteStorage(meta.extent()), meta)
+    return wrap(remote_storage.kind(meta.extent()), meta)
 
 
-@handler("copy_")
+@handler("copy_", pure=True)
 def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if is_remote(target) and is_remote(source):
@@ -105,7 +106,7 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-@handler("_to_copy")
+@handler("_to_copy", pure=True)
 def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == "cuda":
@@ -143,7 +144,7 @@ def _alias(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_remote(source):
         return operation.op(*args, **kwargs)
     mend(source)
-    return wrap_as(source, source._storage, source._meta)
+    return wrap_as(source, storage_of(source), meta_of(source))
 
 
 @handler("empty.memory_format", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "empty_permuted")
@@ -167,8 +168,8 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 def _room(tensor: RemoteTensor) -> RemoteTensor:
     """What may not fit is brought into being at once, unless what is put into it may go to the store."""
     current = world.stream
-    if current is not None and current.may_not_fit(tensor._storage.nbytes) and not current.to_store:
-        current.create(tensor._storage)
+    if current is not None and current.may_not_fit(storage_of(tensor).nbytes) and not current.to_store:
+        current.create(storage_of(tensor))
     return tensor
 
 
@@ -202,11 +203,11 @@ def _set(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args
     if not (is_remote(target) and is_remote(source)):
         raise RuntimeError("set_ needs two tensors on the same device")
-    become(target, source._storage, source._meta)
+    become(target, storage_of(source), meta_of(source))
     return target
 
 
-@handler("_index_put_impl_", "index_put_", "index_put", "index.Tensor", "_unsafe_index.Tensor")
+@handler("_index_put_impl_", "index_put_", "index_put", "index.Tensor", "_unsafe_index.Tensor", pure=True)
 def _index(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """CPU indices may index CUDA tensors; they are moved first."""
     if not is_remote(args[0]):

@@ -196,12 +196,12 @@ def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
 
 
 def _compiler(config: NodeConfig, gpus: int) -> Finding:
-    """Who counts activations of emulated GPUs, and who runs plain operations."""
+    """Who counts activations of emulated GPUs, and who records and runs operations."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
     counted = "" if gpus else f"activations are counted {'exactly' if path else 'approximately'}, and "
-    by_python = f"{path or 'none'}: {counted}Python runs each operation"
+    by_python = f"{path or 'none'}: {counted}Python records and runs each operation"
     if path is None:
         advice = "install a C++ compiler (g++), and Python's headers (python3-dev)"
         return Finding("compiler", "warn", by_python, advice)
@@ -209,7 +209,7 @@ def _compiler(config: NodeConfig, gpus: int) -> Finding:
         return Finding("compiler", "ok", f"{by_python}, because [gpu] fast_path is false")
     if not headers:
         return Finding("compiler", "warn", f"{by_python}, because its headers are missing", "install python3-dev")
-    return Finding("compiler", "ok", f"{path}: {counted}plain operations are run by C++")
+    return Finding("compiler", "ok", f"{path}: {counted}operations are recorded and run by C++")
 
 
 def _memory(config: NodeConfig, gpus: int) -> Finding:

@@ -52,7 +52,7 @@ def worlds(config: "NodeConfig") -> dict[str, World]:
         python=config.sandbox.python or sys.executable,
         modules=("dormouse.client_shim.instance.warm",),
         libraries=config.sandbox.warm,
-        prepare="dormouse.client_shim.torch_face.install:prepare",
+        prepare=f"dormouse.client_shim.torch_face.install:prepare{'' if config.gpu.fast_path else '_python'}",
         entry="dormouse.client_shim.instance.runner:run_instance",
     )
     return {world.role: world for world in (functions, *config.start.worlds)}

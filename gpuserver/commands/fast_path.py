@@ -5,31 +5,19 @@ operands that it writes, and if no check looks at values. All else, and all that
 does. Without a compiler, or until the library is built, it does everything.
 """
 
-import importlib.machinery
-import importlib.util
-import os
-import sys
-import sysconfig
-import threading
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver import native
+from dormouse.core.native import EXECUTOR
 from dormouse.gpuserver.commands import index_checks, operand_checks
 from dormouse.gpuserver.commands.definitions import DEVICE, CheckedMeta, GeneratorHole, Hole, Kernel
 from dormouse.gpuserver.commands.emulation import EMULATED
 from dormouse.gpuserver.commands.oplist import Allowed
 from dormouse.gpuserver.commands.storages import EMBEDDING, MAX_STORAGES, HeldStorage, StorageTable
 from dormouse.schemas import stream as wire
-from dormouse.schemas.errors import ConfigError
 
-SOURCE: Final = Path(__file__).with_name("fast_path.cpp")
-_NAME: Final = "dormouse_fast_path"
-_FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
-_LINKS: Final = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
 _ATTENTION: Final = "aten::scaled_dot_product_attention"
 _ENUMERATED: Final = (torch.dtype, torch.layout, torch.memory_format)
 _TENSOR, _SCALAR = 0, 1
@@ -40,35 +28,12 @@ class NotPlain(Exception):
     """A key that Python runs."""
 
 
-def build() -> Path:
-    """Compile it unless that was done. Raises ConfigError with the reason."""
-    if native.find_compiler() is not None and not _can_be_built():
-        raise ConfigError(f"no headers of Python for {SOURCE.name}: install them (python3-dev)")
-    return native.build(SOURCE, _flags(), _LINKS)
-
-
-def _can_be_built() -> bool:
-    return native.find_compiler() is not None and (_headers() / "Python.h").exists()
-
-
-def _headers() -> Path:
-    return Path(sysconfig.get_paths()["include"])
-
-
-def _flags() -> tuple[str, ...]:
-    return (*_FLAGS, f"-I{_headers()}")
-
-
 class FastPath:
     """The library, which is there once."""
 
-    def __init__(self, path: Path) -> None:
-        loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
-        spec = importlib.util.spec_from_file_location(_NAME, str(path), loader=loader)
-        assert spec is not None
-        self._module: Any = importlib.util.module_from_spec(spec)
-        loader.exec_module(self._module)
-        self._module.bind(HeldStorage)
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        module.bind(HeldStorage)
 
     def steps(self, plans: dict[int, Any], table: StorageTable) -> Any:
         return self._module.Steps(plans, table.by_id, table.freed_persistent, table, MAX_STORAGES, wire.FREE)
@@ -81,45 +46,14 @@ class FastPath:
             return None
 
 
-_loaded: FastPath | None = None
-_broken = False
-
-
 @cache
-def _path() -> Path:
-    return native.library_path(SOURCE, _flags())
+def _of(module: Any) -> FastPath:
+    return FastPath(module)
 
 
 def load() -> FastPath | None:
-    """None while it is not built, and if it cannot be loaded: from a file system without programs, for example."""
-    global _loaded, _broken
-    if _loaded is None and not _broken and _path().exists():
-        try:
-            _loaded = FastPath(_path())
-        except (ImportError, OSError, TypeError) as error:
-            _broken = True
-            print(f"Python runs each operation: {error}", file=sys.stderr)
-    return _loaded
-
-
-def prepare() -> bool:
-    """Build it, if it has to be, beside all else and after all else: the first start of a node does not wait for it.
-    Whether there will be one.
-    """
-    if _path().exists():
-        return True
-    if not _can_be_built():
-        return False
-
-    def built() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # the compiler has it from this thread
-        try:
-            build()
-        except ConfigError as error:
-            print(f"Python runs each operation: {error}", file=sys.stderr)
-
-    threading.Thread(target=built, name="build", daemon=True).start()
-    return True
+    """None while it is not built, and if it cannot be loaded."""
+    return None if (module := EXECUTOR.load()) is None else _of(module)
 
 
 def _planned(kernel: Kernel, device: torch.device) -> tuple[Any, ...]:
@@ -221,7 +155,3 @@ def _expect_checked(kernel: Kernel, op: Allowed) -> None:
     tensors = {each.name for each in op.schema.arguments if "Tensor" in str(each.real_type)}
     if problem is not None or not tensors.isdisjoint(numbers):  # the check knows tensors only
         raise NotPlain
-
-
-if __name__ == "__main__":
-    sys.exit(native.build_now(build))

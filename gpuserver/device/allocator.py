@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dormouse.gpuserver import native
+from dormouse.core import native
 from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("allocator.cpp")

@@ -29,6 +29,7 @@ from dormouse.core.links.ends import STRANGER_RATE_S
 from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link, RawLink
 from dormouse.core.links.loan import Loan
+from dormouse.core.native import EXECUTOR, RECORDER
 from dormouse.core.rate import SharedBuckets
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands import fast_path, operators, oplist
@@ -80,7 +81,9 @@ class Executor(Actor):
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         self.leases = Leases.of_config(self.config, self.device, self._orders, self, self._threadsafe)
-        find_fast = fast_path.load if self.config.gpu.fast_path and fast_path.prepare() else lambda: None
+        find_fast = fast_path.load if self.config.gpu.fast_path and EXECUTOR.prepare() else lambda: None
+        if self.config.gpu.fast_path:
+            RECORDER.prepare()  # for instances of the node's next start
         self.compute = Compute(
             self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000, find_fast
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver import native
+from dormouse.core import native
 from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("kernels.cpp")

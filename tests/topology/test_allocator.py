@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.gpuserver import native
+from dormouse.core import native
 
 
 def test_concurrent_builds_make_one_library(tmp_path: Path) -> None:

@@ -200,12 +200,19 @@ def test_the_pool_is_named_also_where_it_is_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compiler", "headers", "fast", "gpus", "state", "found"),
     [
-        (True, True, True, 0, "ok", "g++: activations are counted exactly, and plain operations are run by C++"),
-        (True, True, True, 1, "ok", "g++: plain operations are run by C++"),
-        (True, True, False, 1, "ok", "g++: Python runs each operation, because [gpu] fast_path is false"),
-        (True, False, True, 1, "warn", "g++: Python runs each operation, because its headers are missing"),
-        (False, True, True, 0, "warn", "none: activations are counted approximately, and Python runs each operation"),
-        (False, True, True, 1, "warn", "none: Python runs each operation"),
+        (True, True, True, 0, "ok", "g++: activations are counted exactly, and operations are recorded and run by C++"),
+        (True, True, True, 1, "ok", "g++: operations are recorded and run by C++"),
+        (True, True, False, 1, "ok", "g++: Python records and runs each operation, because [gpu] fast_path is false"),
+        (True, False, True, 1, "warn", "g++: Python records and runs each operation, because its headers are missing"),
+        (
+            False,
+            True,
+            True,
+            0,
+            "warn",
+            "none: activations are counted approximately, and Python records and runs each operation",
+        ),
+        (False, True, True, 1, "warn", "none: Python records and runs each operation"),
     ],
 )
 def test_who_runs_operations_is_told(

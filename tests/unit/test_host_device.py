@@ -16,9 +16,9 @@ import pytest
 import torch
 from engine_world import Gate
 
+from dormouse.core import native
 from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver import native
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import links
 from dormouse.gpuserver.device.host.device import HostDevice

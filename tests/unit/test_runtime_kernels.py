@@ -15,7 +15,7 @@ from language_models import prompts, reference, spec_of, wrong_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
-from dormouse.gpuserver import native
+from dormouse.core import native
 from dormouse.gpuserver.runtime import kernels, layers, leaves, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend

@@ -239,16 +239,18 @@ def test_what_python_knows_of_a_tensor_is_kept(loopback: Any) -> None:
     parameter: Any = torch.nn.Parameter(torch.ones(2, device=CUDA))
     parameter.scale = 3
     for value in (x, parameter):
+        copied = copy.deepcopy(value)
         for restored in (
             torch.load(_saved(value)),
             torch.load(_saved(value), map_location="cpu"),
             pickle.loads(pickle.dumps(value)),
-            copy.deepcopy(value),
+            copied,
         ):
             assert restored.requires_grad
             assert isinstance(restored, torch.nn.Parameter) == (value is parameter)
             assert vars(restored).get("tag") == vars(value).get("tag")
-            assert vars(restored).get("scale") == vars(value).get("scale")
+            if restored is not copied or value is x:  # PyTorch copies no attributes of parameters
+                assert vars(restored).get("scale") == vars(value).get("scale")
 
 
 def test_a_shallow_copy_shares_its_storage(loopback: Any) -> None:

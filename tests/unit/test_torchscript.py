@@ -1,5 +1,8 @@
 """TorchScript modules on cuda:0, loaded and moved."""
 
+import importlib.util
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, loopback: Any) -> Path:
 
 
 X = torch.arange(8.0).view(2, 4) / 8
+_numbers = itertools.count()
 
 load: Callable[..., Any] = torch.jit.load
 
@@ -72,40 +76,30 @@ def test_n6_a_loaded_module_moves(path: Path, loopback: Any) -> None:
     assert {value.dtype for value in doubled.parameters()} == {torch.float64}, "on the CPU all is as before"
 
 
-def moved(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    for _ in range(2):
-        if x.is_cpu:
-            x = x.to(like.device)
-    return x
-
-
-class Moving(torch.nn.Module):
-    """Its code names devices, in every way that TorchScript has for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str, float]:
-        y = moved(x, self.linear.weight) + torch.zeros(4, device="cuda") + x.cuda()
-        z = y.to("cuda") + x.to(torch.device("cuda", 0), torch.float32) + x.to("cuda", non_blocking=True, copy=True)
-        z = self.linear(z + torch.tensor([1.0, 2.0, 3.0, 4.0], device=y.device))
-        return z.to("cpu", torch.float64), str(z.device), float(x.to("cuda").sum())
+@pytest.fixture
+def code() -> Any:
+    name = f"torchscript_code_{next(_numbers)}"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "torchscript_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
+def foreign(tmp_path: Path, code: Any) -> Path:
     """Saved where nothing of ours is."""
     torch.manual_seed(1)
     jit: Any = torch.jit
-    jit.script(Moving()).save(tmp_path / "moving.pt")
-    assert jit.script(moved).graph.str().count("aten::to(%") == 1
+    jit.script(code.Moving()).save(tmp_path / "moving.pt")
+    assert jit.script(code.moved).graph.str().count("aten::to(%") == 1
     return tmp_path / "moving.pt"
 
 
-def test_n6_scripted_code_moves_tensors(foreign: Path, loopback: Any) -> None:
+def test_n6_scripted_code_moves_tensors(foreign: Path, code: Any, loopback: Any) -> None:
     jit: Any = torch.jit
-    net, compiled = Moving(), Moving()
+    net, compiled = code.Moving(), code.Moving()
     for each in (net, compiled):
         each.load_state_dict(load(foreign).state_dict())
     scripted, again = jit.script(compiled), foreign.with_name("again.pt")
@@ -118,7 +112,7 @@ def test_n6_scripted_code_moves_tensors(foreign: Path, loopback: Any) -> None:
             values, where, found = module(X)
             assert (where, found) == (device, total)
             torch.testing.assert_close(values, expected)
-    assert jit.script(moved)(X, net.linear.weight).is_cuda
+    assert jit.script(code.moved)(X, net.linear.weight).is_cuda
 
 
 def test_a_module_on_cuda_says_how_to_save_it(path: Path) -> None:
