@@ -23,7 +23,7 @@ def world() -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.LoopbackWorld(arena_nbytes=64 << 20)
+    return module.LoopbackWorld(arena_nbytes=64 << 20, by_cpp="DORMOUSE_BY_PYTHON" not in os.environ)
 
 
 def main() -> None:

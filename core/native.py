@@ -24,6 +24,7 @@ from dormouse.schemas.errors import ConfigError
 
 BUILD_TIMEOUT_S: Final = 300
 
+_HERE: Final = Path(__file__).parent
 _FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
 _LINKS: Final = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
 
@@ -41,10 +42,10 @@ def find_compiler() -> str | None:
 
 def library_path(source: Path, flags: Sequence[str]) -> Path:
     """Name of the built library: any change of torch, Python's platform, this machine's processor, the source or the
-    headers beside it gives another one.
+    headers beside it and here gives another one.
     """
     processor = _processor() if "-march=native" in flags else ""
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")), *sorted(_HERE.glob("*.h")))]
     torch = version("torch")
     key = "\0".join((torch, sysconfig.get_platform(), processor, " ".join(flags), *texts))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
@@ -70,7 +71,15 @@ def build(source: Path, flags: Sequence[str], links: Sequence[str]) -> Path:
         if path.exists():
             return path
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        command = [compiler, *flags, f"-I{torch_directory / 'include'}", str(source), "-o", str(unfinished)]
+        command = [
+            compiler,
+            *flags,
+            f"-I{torch_directory / 'include'}",
+            f"-I{_HERE}",
+            str(source),
+            "-o",
+            str(unfinished),
+        ]
         command += [f"-L{torch_directory / 'lib'}", *links]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
@@ -158,13 +167,11 @@ class Extension:
             print(f"{self._otherwise}: {error}", file=sys.stderr)
 
 
-_ROOT: Final = Path(__file__).parents[1]
-
 EXECUTOR: Final = Extension(
-    "dormouse_fast_path", _ROOT / "gpuserver" / "commands" / "fast_path.cpp", "Python runs each operation"
+    "dormouse_fast_path", _HERE.parent / "gpuserver" / "commands" / "fast_path.cpp", "Python runs each operation"
 )
 RECORDER: Final = Extension(
-    "dormouse_recorder", _ROOT / "client_shim" / "commands" / "recorder.cpp", "Python records each operation"
+    "dormouse_recorder", _HERE.parent / "client_shim" / "commands" / "recorder.cpp", "Python records each operation"
 )
 
 

@@ -78,10 +78,6 @@ auto& operations = *new std::unordered_map<const c10::FunctionSchema*, std::shar
 auto& limits = *new std::vector<long double>();  // numbers.py
 size_t planned = 0, most_plans = 60000, forgotten = 0;
 
-c10::TypePtr bare(const c10::TypePtr& type) {
-  return type->kind() == c10::TypeKind::OptionalType ? type->castRaw<c10::OptionalType>()->getElementType() : type;
-}
-
 std::shared_ptr<Operation> described(const c10::OperatorHandle& handle) {
   const c10::FunctionSchema* schema = &handle.schema();
   auto& found = operations[schema];

@@ -123,7 +123,7 @@ int64_t recorded_by_python(Plan* plan, const Call& call) {
   Owned operands(checked(PyList_New(0)));
   for (const Operand& operand : call.operands) {
     Owned item(checked(operand_object(operand)));
-    if (PyList_Append(operands.object, item.object)) rethrow();
+    checked(PyList_Append(operands.object, item.object) ? nullptr : operands.object);
   }
   Owned number(checked(PyObject_CallFunctionObjArgs(world.record, plan->plan.object, operands.object, nullptr)));
   if (world.tape && world.tape->open && world.tape->epoch == before) plan->told = before;

@@ -10,7 +10,7 @@
 #include <deque>
 #include <utility>
 
-#include "objects.h"
+#include "extension.h"
 
 namespace {
 

@@ -23,6 +23,8 @@
 #include <string>
 #include <vector>
 
+#include "extension.h"
+
 namespace {
 
 using c10::IValue;
@@ -32,29 +34,7 @@ constexpr int FRESH = 0, SAME = 1, NOTHING = 2;  // kinds of results, likewise
 
 struct NotPlain {};  // an argument that only Python can make
 
-// --- objects of Python
-
-template <typename T>
-T* as(PyObject* object) {
-  return reinterpret_cast<T*>(object);
-}
-
-struct Owned {
-  PyObject* object = nullptr;
-  explicit Owned(PyObject* taken = nullptr) : object(taken) {}
-  Owned(const Owned& other) : object(other.object) { Py_XINCREF(object); }
-  Owned(Owned&& other) noexcept : object(other.object) { other.object = nullptr; }
-  Owned& operator=(Owned other) noexcept {
-    std::swap(object, other.object);
-    return *this;
-  }
-  ~Owned() { Py_XDECREF(object); }
-};
-
-Owned borrowed(PyObject* object) {
-  Py_XINCREF(object);
-  return Owned(object);
-}
+// --- slots
 
 // The slots of a HeldStorage (storages.py), by their places: a look at one costs nothing then.
 struct Slots {
@@ -155,10 +135,6 @@ struct Plan {
   bool embedding;  // its table may be read where it comes from
   bool off;        // results were not as predicted: strides, for example
 };
-
-c10::TypePtr bare(const c10::TypePtr& type) {
-  return type->kind() == c10::TypeKind::OptionalType ? type->castRaw<c10::OptionalType>()->getElementType() : type;
-}
 
 at::Scalar scalar_of(PyObject* value) {
   if (PyBool_Check(value)) return at::Scalar(value == Py_True);
