@@ -31,6 +31,13 @@ struct Owned {
   return Owned(object);
 }
 
+// The end of an object of a type that was made at run time.
+[[maybe_unused]] void freed_object(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
 // A Python error that is set becomes one of C++, which PyTorch sets again.
 [[maybe_unused]] PyObject* checked(PyObject* object) {
   if (object) return object;

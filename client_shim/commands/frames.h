@@ -123,9 +123,7 @@ PyObject* commands_new(PyTypeObject* type, PyObject*, PyObject*) {
 
 void commands_dealloc(PyObject* object) {
   delete as<Commands>(object)->bytes;
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 // Which lines issued the operations of a frame: code objects and instruction offsets, as call_sites.py has them.
@@ -144,9 +142,7 @@ PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
 void sites_dealloc(PyObject* object) {
   for (auto& [code, offset] : *as<Sites>(object)->found) Py_XDECREF(code);
   delete as<Sites>(object)->found;
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 Py_ssize_t sites_length(PyObject* object) {
@@ -195,9 +191,7 @@ PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
 void tape_dealloc(PyObject* object) {
   Py_XDECREF(as<Tape>(object)->commands);
   Py_XDECREF(as<Tape>(object)->sites);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 // The sites of the frame that leaves; those of the next one are empty.

@@ -44,9 +44,7 @@ void storage_dealloc(PyObject* object) {
   auto* storage = as<Storage>(object);
   if (storage->id) dead.emplace_back(storage->id, storage->nbytes);
   if (storage->impl) c10::raw::weak_intrusive_ptr::decref(storage->impl);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 PyObject* storage_get_id(PyObject* object, void*) {
@@ -136,16 +134,6 @@ at::Tensor view_made(const at::Tensor& base, const Geometry& geometry) {
 
 int64_t bits_of(const at::Tensor& tensor) {
   return (tensor.is_conj() ? CONJUGATED : 0) | (tensor.is_neg() ? NEGATED : 0);
-}
-
-Geometry geometry_of(const at::Tensor& tensor) {
-  Geometry geometry;
-  geometry.dtype = tensor.scalar_type();
-  geometry.size.assign(tensor.sizes().begin(), tensor.sizes().end());
-  geometry.stride.assign(tensor.strides().begin(), tensor.strides().end());
-  geometry.offset = tensor.storage_offset();
-  geometry.bits = bits_of(tensor);
-  return geometry;
 }
 
 }  // namespace

@@ -512,9 +512,7 @@ void plan_dealloc(PyObject* object) {
   delete plan->operands;
   delete plan->results;
   delete plan->written;
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 // Plan(name, overload, arguments, operands, results, written, fresh, default_dtype, attention, embedding), see
@@ -607,9 +605,7 @@ int steps_clear(PyObject* object) {
 void steps_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
   steps_clear(object);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  freed_object(object);
 }
 
 // Steps(plans, by_id, freed, table, most, free_code)
