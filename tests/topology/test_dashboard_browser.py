@@ -190,7 +190,7 @@ def test_what_fails_is_red_and_its_numbers_are_on_a_telephones_screen(node: Test
             assert node.invoke("sour", "fail").status == 500
         page.wait(lambda: page.run(row + "return row?.className") == "broken", "the failures")
         assert "sour fails: its last 5 requests failed" in page.text("#problems")
-        assert functions(page)[0] == "sour", "before what is well"
+        page.wait(lambda: functions(page)[0] == "sour", "the failing one before what is well")
         red = page.run(row + "return [row, ...row.cells].map((cell) => getComputedStyle(cell).backgroundColor)")
         assert "rgb(58, 29, 26)" in red
         cells = page.run(
