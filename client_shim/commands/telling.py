@@ -229,7 +229,11 @@ def _over_itself(call: Call) -> bool:
 
 
 def _something_of_nothing(plan: Plan, call: Call) -> bool:
-    """The greatest of no elements is an error; their sum is not, and shape rules do not tell the two apart."""
+    """The greatest of no elements is an error; their sum is not, and shape rules do not tell the two apart. That of
+    `cat` does: a growing cache begins with nothing.
+    """
+    if call.operation.op._schema.name == "aten::cat":
+        return False
     made = any(kind == wire.FRESH and meta is not None and meta.numel() for kind, meta, _ in plan.results)
     return made and any(meta_of(remote).numel() == 0 for remote in call.remotes)
 
