@@ -117,6 +117,8 @@ class InstanceHost:
                 if isinstance(message, m.Returned | m.Raised):
                     self._forget_soon()
                     self._ran(message.request)
+                elif isinstance(message, m.Loaded | m.LoadFailed):
+                    self._drain_log()  # who deploys it is shown what it has printed, and then what came of it
                 if wrong := _wrong_head(message):
                     return on_garbage(name, wrong)
                 if isinstance(message, m.AnswerParts):

@@ -21,7 +21,9 @@ from dormouse.core.masking import SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.rate import Bucket
 from dormouse.router.decisions import events as e
+from dormouse.router.instances.functionlog import FunctionLog
 from dormouse.router.instances.instances import InstanceHost
+from dormouse.router.instances.logpipe import LogPipe
 from dormouse.schemas import messages as m
 
 NUMBERS = (0, 1, -1, 2, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
@@ -216,3 +218,28 @@ def test_d3_a_link_closes_whatever_took_its_path(tmp_path: Path) -> None:
 
     asyncio.run(close())
     assert (tmp_path / "gpu0.1").is_dir()
+
+
+def test_what_was_printed_before_the_end_of_a_load_is_in_the_log_before_it_is_told(tmp_path: Path) -> None:
+    """Both lie in sockets of the loop, and the message may be heard first."""
+    paths = RunPaths(tmp_path)
+    paths.instances.mkdir(parents=True)
+    told: list[tuple[str, bytes]] = []
+    log = FunctionLog(tmp_path / "f.log", 1 << 20)
+
+    async def main() -> None:
+        layout = m.Arena(request_nbytes=4096, response_nbytes=4096, stream_nbytes=4096)
+        pace = Bucket.full(1.0, 100.0, asyncio.get_running_loop().time())
+
+        def hear(_: str, message: m.InstanceToRouter) -> None:
+            told.append((type(message).__name__, log.tail(9)))
+
+        host = InstanceHost("1-1", spec(), os.getuid(), paths, layout, hear, lambda *_: None, pace, get_logger())
+        host.log_pipe = LogPipe(log)
+        os.write(host.log_pipe.write_fd, b"Traceback\n")
+        host.link._decode(msgspec.msgpack.Encoder().encode(m.LoadFailed(code="load_failed", text="SyntaxError")))
+        host.close()
+        log.close()
+
+    asyncio.run(main())
+    assert [(kind, b"Traceback\n" in text) for kind, text in told] == [("LoadFailed", True)]
