@@ -99,7 +99,6 @@ class Side:
                 stored.persistent,
                 stored.dirty,
                 stored.error and stored.error.told(),
-                sorted(stored.views),
                 stored.error is not None or bytes(stored.bytes())[: stored.nbytes],
             )
             for number, stored in self.interpreter.table.by_id.items()

@@ -43,7 +43,13 @@ COMMANDS: Final = {  # by code: name, and how many operands it has (None: it say
     wire.RNG_GET: ("RNG_GET", 2),
     wire.RNG_SET: ("RNG_SET", 2),
     wire.SET: ("SET", 2),
+    wire.TEMPLATE: ("TEMPLATE", 2),
+    wire.FOLLOW: ("FOLLOW", 4),
+    wire.VALIDATED: ("VALIDATED", 1),
+    wire.LEAVE: ("LEAVE", 0),
+    wire.CHECK: ("CHECK", 2),
 }
+_NESTED: Final = {wire.TEMPLATE: "word of a template", wire.FOLLOW: "old storage"}
 META_FIELDS: Final = ("meta dtype", "meta size", "meta stride", "meta offset", "meta bits")
 KEY_FIELDS: Final = ("key op", "key args", "key kwargs", "key outputs", "key default dtype")
 HEADER: Final = ("serial", "secret", "number", "definitions", "commands")
@@ -200,6 +206,8 @@ def _command_spots(commands: list[Any], keys: Keys) -> Iterator[Spot]:
         yield Spot(kinds[0], path, position, len(kinds))
         for offset, kind in enumerate(kinds[1:], 1):
             yield Spot(kind, path, position + offset)
+            if code in _NESTED and isinstance(within := commands[position + offset], list):
+                yield from (Spot(_NESTED[code], (*path, position + offset), word) for word in range(len(within)))
         position += len(kinds)
 
 

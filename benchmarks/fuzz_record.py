@@ -15,6 +15,7 @@ import msgpack
 import torch
 from torch import nn
 
+from dormouse.client_shim.commands import recorder
 from dormouse.schemas import stream as wire
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -145,6 +146,9 @@ PROGRAMS: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
 }
 
 
+ROUNDS: Final = 7
+
+
 def loopback() -> Any:
     """tests/loopback.py, wherever this is run from."""
     name = "dormouse_tests_loopback"
@@ -158,12 +162,13 @@ def loopback() -> Any:
 
 
 def record(name: str) -> Recording:
-    """Load a program, then run one request of it."""
+    """Load a program, then run one request of it: the same several times, so that some of it is followed."""
     make, handle = PROGRAMS[name]
     torch.manual_seed(3)
     with torch.no_grad():
         state = make()
-        world = loopback().LoopbackWorld(arena_nbytes=ARENA_NBYTES)
+        followed = recorder.TemplateSettings(seen=1, least_words=8)
+        world = loopback().LoopbackWorld(arena_nbytes=ARENA_NBYTES, templates=followed)
         try:
             if isinstance(state, nn.Module):
                 state.to("cuda")
@@ -174,7 +179,8 @@ def record(name: str) -> Recording:
             executor = world.node.executors[0]
             executor.keep_frames = True
             world.begin_lease()
-            handle(state)
+            for _ in range(ROUNDS):
+                handle(state)
             world.end_lease()
             frames = [msgpack.unpackb(frame) for frame in executor.frames]
             del state

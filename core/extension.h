@@ -46,6 +46,12 @@ struct Owned {
   throw error;
 }
 
+// A function of METH_FASTCALL, as tables of methods have it.
+template <typename Function>
+PyCFunction fast(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 // A type, or that of which it is an optional one.
 [[maybe_unused]] c10::TypePtr bare(const c10::TypePtr& type) {
   return type->kind() == c10::TypeKind::OptionalType ? type->castRaw<c10::OptionalType>()->getElementType() : type;

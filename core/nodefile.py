@@ -30,6 +30,7 @@ _SIZES: Final = (
 )  # fmt: skip
 _CHOICES: Final = {
     "gpu.device": ("auto", "cuda", "host"),
+    "gpu.templates": ("on", "off", "check"),
     "gpu.pool": ("auto", "regions", "pages", "buddy"),
     "sandbox.cgroups": ("auto", "off"),
     "node.tenants": ("one", "many"),

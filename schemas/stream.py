@@ -44,6 +44,7 @@ Executor to instance, one or several of these in a message, one after the other:
                                          the first error since the lease began or since the last FAILED; raised by the
                                          waiting command. where = [frame number, index of the operation, op] or None;
                                          storage: the one that was not there, only if that is the error
+    [STALLED, template, position]        the command there is not computed ahead; once it is validated, others may be
     [REFUSED, serial, reason, kind]      stale lease, protocol error, revoked: the lease is over for the instance; kind
                                          is "", or why others had to have its seat
 """
@@ -69,6 +70,11 @@ FORGET_DEFS: Final = -11  # all definitions so far are void; the tables are empt
 RNG_GET: Final = -12  # token, generator; VALUE: bytes
 RNG_SET: Final = -13  # generator, bytes
 SET: Final = -14  # name, [value, ...]: a setting of numerics (schemas/numerics.py), for all leases from now on
+TEMPLATE: Final = -15  # id, [word, ...]: commands that were sent before and may be again, see below
+FOLLOW: Final = -16  # template, base, position, [storage, ...]: what comes is probably what it has from there on
+VALIDATED: Final = -17  # position: run what the template that is followed has up to there
+LEAVE: Final = -18  # it is followed no more
+CHECK: Final = -19  # position, [command, ...]: VALIDATED, with the commands that these are: both ends compare
 
 # With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a
 # fourth field, and a result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in
@@ -77,6 +83,13 @@ SET: Final = -14  # name, [value, ...]: a setting of numerics (schemas/numerics.
 # END answers, if it waits, with the manifest version after the write-back; the first error that nobody was told, as
 # [kind, text, where, storage?] of FAILED, or None; and [[kind, text, where, storage?, [ids]], ...]: storages that the
 # instance has not freed and that have no value, by the error that they raise. They are not in the manifest.
+
+# A template holds operations and FREEs. Numbers of storages are absolute; from 0 down to OLD they are relative, base +
+# RELATIVE + number; and OLD - n is the nth storage of those that FOLLOW lists, which the lease had before. It is a
+# definition: its id is never reused, and FORGET_DEFS makes it void. What comes behind VALIDATED may be computed ahead,
+# but nobody can tell: other commands may come between, and run in the order of the stream.
+RELATIVE: Final = 1 << 40
+OLD: Final = -(1 << 42)
 
 TENSOR: Final = 0
 SCALAR: Final = 1
@@ -102,6 +115,7 @@ ACK: Final = 0
 VALUE: Final = 1
 FAILED: Final = 2
 REFUSED: Final = 3
+STALLED: Final = 4
 
 SEAT_LOST: Final = "seat_lost"
 """Kind of a REFUSED: others needed the GPU's memory, and what the lease had made has no place."""
@@ -137,6 +151,14 @@ UPDATES_STATISTICS: Final = {
 }
 """Operations that write their running statistics though their schemas do not say so: if the named argument is true, or
 always. Both ends must know, else the update is lost or reaches whoever shares those bytes."""
+
+MAX_TEMPLATES: Final = 256
+MAX_TEMPLATE_WORDS: Final = 1 << 14
+MAX_TEMPLATES_WORDS: Final = 1 << 18
+MAX_STALLS: Final = 16
+MAX_FOLLOWED_WORDS: Final = 1 << 16
+"""Bounds on templates per connection, on the numbers in one, and in all; on STALLED for one; and on the numbers that
+the FOLLOW and VALIDATED of a frame stand for."""
 
 MAX_GENERATORS: Final = 64
 """Bound on `torch.Generator(device="cuda")` objects per instance."""

@@ -39,7 +39,7 @@ def _loopback_module() -> Any:
 def loopback(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A `LoopbackWorld`: two emulated GPUs, no lease held, gradients off as in a function.
 
-    Commands are recorded and run by C++, and by Python.
+    Commands are recorded and run by C++, and by Python; by C++ in sequences that are followed, too, and compared.
     """
     import torch
 
@@ -51,7 +51,7 @@ def loopback(request: pytest.FixtureRequest) -> Iterator[Any]:
     if by_cpp:
         for library in (native.EXECUTOR, native.RECORDER):
             library.build()
-    world = module.LoopbackWorld(gpus=2, by_cpp=by_cpp)
+    world = module.LoopbackWorld(gpus=2, by_cpp=by_cpp, templates=module.CHECKED)
     assert world.by_cpp == by_cpp
     try:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from dormouse.client_shim.commands import handles
+from dormouse.client_shim.commands import handles, recorder
 from dormouse.client_shim.node.mapped_files import MIN_NBYTES
 from dormouse.client_shim.node.mappings import Mappings
 from dormouse.client_shim.stream.stream import Stream
@@ -23,6 +23,10 @@ from dormouse.gpuserver.commands.interpreter import EndReport, FindFastPath, Int
 from dormouse.schemas.messages import Lease
 
 _real_generator = torch._C.Generator
+
+
+CHECKED = recorder.TemplateSettings(checked=True, seen=1, least_words=8)
+"""Sequences that come a second time are followed, and both ends compare what they do with what they would have done."""
 
 
 class LoopbackDevice:
@@ -108,6 +112,8 @@ class LoopbackExecutor:
             try:
                 for reply in self.interpreter.execute(frame):
                     self._outbox.put(reply)
+                while self.interpreter.ending is None and self.interpreter.ahead():
+                    pass
                 if self.interpreter.ending is not None:
                     for reply in self._end():
                         self._outbox.put(reply)
@@ -212,8 +218,15 @@ def _pool_copy(content: bytearray) -> torch.UntypedStorage:
 class LoopbackWorld:
     """A node and this process's PyTorch, connected. `close` gives PyTorch back as it was."""
 
-    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, by_cpp: bool = True) -> None:
+    def __init__(
+        self,
+        gpus: int = 1,
+        arena_nbytes: int = 8 << 20,
+        by_cpp: bool = True,
+        templates: recorder.TemplateSettings | None = None,
+    ) -> None:
         """``by_cpp``: commands are recorded and run by C++, if that is built."""
+        recorder.template_settings = templates or recorder.TemplateSettings()
         self.node = LoopbackNode(gpus, arena_nbytes, fast_path.load if by_cpp else lambda: None)
         self.stream: Stream = install(self.node, UNCONNECTED, by_cpp)
         self.by_cpp = handles.cpp.module is not None

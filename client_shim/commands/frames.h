@@ -14,11 +14,16 @@
 namespace {
 
 // Elements of a frame's command array, as msgpack writes them.
+struct Tape;
+struct Segment;
 struct Commands {
   PyObject_HEAD
   std::string* bytes;
   int64_t count;
+  Tape* tape;  // whose they are, if anybody's
 };
+void settle(Commands* commands);  // templates.h
+void said_between(Commands* commands);
 PyTypeObject* commands_type = nullptr;
 PyObject* packb = nullptr;
 
@@ -78,6 +83,8 @@ PyObject* commands_extend(PyObject* object, PyObject* items) {
   for (Py_ssize_t n = 0; n < count; n++) {
     if (!put_object(bytes, PySequence_Fast_GET_ITEM(sequence.object, n))) return nullptr;
   }
+  settle(self);
+  said_between(self);
   self->bytes->append(bytes);
   self->count += count;
   Py_RETURN_NONE;
@@ -89,6 +96,7 @@ PyObject* commands_iadd(PyObject* object, PyObject* items) {
 }
 
 Py_ssize_t commands_length(PyObject* object) {
+  settle(as<Commands>(object));
   return as<Commands>(object)->count;
 }
 
@@ -103,6 +111,7 @@ PyObject* commands_framed(PyObject* object, PyObject* head) {
   auto* self = as<Commands>(object);
   Owned packed(PyObject_CallOneArg(packb, head));
   if (!packed.object) return nullptr;
+  settle(self);
   std::string frame(PyBytes_AS_STRING(packed.object), PyBytes_GET_SIZE(packed.object));
   frame[0]++;
   if (self->count < 16) frame.push_back(static_cast<char>(0x90 | self->count));
@@ -172,27 +181,11 @@ PyObject* sites_append(PyObject* object, PyObject* site) {
 struct Tape {
   PyObject_HEAD
   PyObject *commands, *sites;
-  int64_t recorded, epoch, worth, held_nbytes, watched_nbytes, heard_nbytes, first_id, lease_first_id, created;
+  int64_t recorded, epoch, worth, held_nbytes, watched_nbytes, heard_nbytes, first_id, lease_first_id, created, holder;
   char open, idle, wrote_persistent;
+  Segment* segment;
 };
 PyTypeObject* tape_type = nullptr;
-
-PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
-  PyObject* made = type->tp_alloc(type, 0);
-  if (!made) return nullptr;
-  auto* tape = as<Tape>(made);
-  tape->commands = PyObject_CallNoArgs(as<PyObject>(reinterpret_cast<PyObject*>(commands_type)));
-  tape->sites = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(sites_type));
-  tape->first_id = ++last_id;
-  tape->lease_first_id = 1;
-  return made;
-}
-
-void tape_dealloc(PyObject* object) {
-  Py_XDECREF(as<Tape>(object)->commands);
-  Py_XDECREF(as<Tape>(object)->sites);
-  freed_object(object);
-}
 
 // The sites of the frame that leaves; those of the next one are empty.
 PyObject* tape_take_sites(PyObject* object, PyObject*) {

@@ -31,17 +31,25 @@ struct Result {
 struct Plan {
   Owned plan;  // of Python
   int64_t id = 0;
+  int64_t serial = 0;  // of this signature: several may have one id
   int64_t told = 0;  // the epoch in which the executor knew it
   int64_t most_nbytes = 0;
   bool view = false, listed = false;
   std::vector<int64_t> fresh_nbytes;
   std::vector<int> written_at;
+  std::vector<int> operand_kinds;
   std::vector<Result> results;
 };
 
 struct Operand {
   const at::Tensor* tensor = nullptr;
   IValue number;  // otherwise
+
+  enum Kind { STORAGE, WHOLE, REAL, TRUTH };
+  Kind kind() const {
+    if (tensor) return STORAGE;
+    return number.isDouble() ? REAL : number.isBool() ? TRUTH : WHOLE;
+  }
 };
 
 using Key = c10::SmallVector<uint64_t, 48>;
@@ -75,6 +83,8 @@ struct Operation {
 
 // These are never destroyed: by then there is no Python.
 auto& operations = *new std::unordered_map<const c10::FunctionSchema*, std::shared_ptr<Operation>>();
+auto& plans_by_serial = *new std::unordered_map<int64_t, std::shared_ptr<Plan>>();
+int64_t last_plan = 0;
 auto& limits = *new std::vector<long double>();  // numbers.py
 size_t planned = 0, most_plans = 60000, forgotten = 0;
 

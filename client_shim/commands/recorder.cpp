@@ -129,6 +129,7 @@ PyObject* offer(PyObject*, PyObject* arguments) {
     if (!there || !call.operands[place].tensor) Py_RETURN_FALSE;
     plan->written_at.push_back(static_cast<int>(place));
   }
+  for (const Operand& operand : call.operands) plan->operand_kinds.push_back(operand.kind());
   if (PyErr_Occurred()) return nullptr;
   const auto& returns = schema->returns();
   const bool list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
@@ -140,6 +141,8 @@ PyObject* offer(PyObject*, PyObject* arguments) {
   if (planned >= most_plans) Py_RETURN_FALSE;  // Python forgets its own first
   if (generation != forgotten) Py_RETURN_FALSE;  // meanwhile, by another thread
   planned++;
+  plan->serial = ++last_plan;
+  plans_by_serial.emplace(plan->serial, plan);
   pending->operation->plans.emplace(
       KeyHash::hash(call.key.data(), call.key.size()),
       Entry{std::vector<uint64_t>(call.key.begin(), call.key.end()), std::move(plan)});
@@ -152,6 +155,9 @@ PyObject* forget(PyObject*, PyObject*) {
     if (!operation->plans.empty()) operation->plans.clear();  // a forked process would copy the memory of the others
   }
   planned = 0;
+  plans_by_serial.clear();
+  templates.clear();
+  if (world.tape) world.tape->segment->kept = false;
   Py_RETURN_NONE;
 }
 
@@ -161,23 +167,34 @@ void replace(PyObject*& slot, PyObject* value) {
   Py_XDECREF(before);
 }
 
-// connect(tape, acquire, release, record, recorded, settings). All None: Python is asked of each call.
+// connect(tape, record, recorded, tell, flush, settings, settings of templates). All None: Python is
+// asked of each call.
 PyObject* connect(PyObject*, PyObject* arguments) {
-  PyObject *tape, *acquire, *release, *record, *recorded, *settings;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &tape, &acquire, &release, &record, &recorded, &settings)) return nullptr;
-  if (settings != Py_None &&
+  PyObject *tape, *record, *recorded, *tell, *flush, *frames, *sequences;
+  if (!PyArg_ParseTuple(
+          arguments, "OOOOOOO", &tape, &record, &recorded, &tell, &flush, &frames, &sequences)) {
+    return nullptr;
+  }
+  if (sequences != Py_None &&
       !PyArg_ParseTuple(
-          settings, "LLLLLL", &world.frame_commands, &world.eager_nbytes, &world.poll_mask, &world.free_batch,
+          sequences, "LLLLLLLLLLLLL", &settings.follow, &settings.validated, &settings.leave, &settings.check,
+          &settings.free, &settings.relative, &settings.checked, &settings.seen, &settings.operations, &settings.least_words, &settings.most_words,
+          &settings.most_pending_nbytes, &settings.most_pending)) {
+    return nullptr;
+  }
+  if (frames != Py_None &&
+      !PyArg_ParseTuple(
+          frames, "LLLLLL", &world.frame_commands, &world.eager_nbytes, &world.poll_mask, &world.free_batch,
           &world.most_frees, &world.free_code)) {
     return nullptr;
   }
   PyObject* before = reinterpret_cast<PyObject*>(world.tape);
   world.tape = tape == Py_None ? nullptr : as<Tape>(Py_NewRef(tape));
   Py_XDECREF(before);
-  replace(world.acquire, acquire);
-  replace(world.release, release);
   replace(world.record, record);
   replace(world.recorded, recorded);
+  replace(world.tell, tell);
+  replace(world.flush, flush);
   forget(nullptr, nullptr);
   Py_RETURN_NONE;
 }
@@ -251,7 +268,9 @@ PyObject* born_storage(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
 }
 
 PyObject* counts(PyObject*, PyObject*) {
-  return Py_BuildValue("LL", static_cast<long long>(counted.hits), static_cast<long long>(counted.misses));
+  return Py_BuildValue(
+      "LLLL", static_cast<long long>(counted.hits), static_cast<long long>(counted.misses),
+      static_cast<long long>(followed_count.commands), static_cast<long long>(followed_count.left));
 }
 
 // --- the dead, as a deque of Python
@@ -346,12 +365,16 @@ PyMemberDef tape_members[] = {
     {"commands", T_OBJECT_EX, offsetof(Tape, commands), READONLY, nullptr},
     {"sites", T_OBJECT_EX, offsetof(Tape, sites), READONLY, nullptr},
     NUMBER(recorded), NUMBER(epoch), NUMBER(worth), NUMBER(held_nbytes), NUMBER(watched_nbytes), NUMBER(heard_nbytes),
-    NUMBER(first_id), NUMBER(lease_first_id), NUMBER(created), TRUTH(open), TRUTH(idle), TRUTH(wrote_persistent),
+    NUMBER(first_id), NUMBER(lease_first_id), NUMBER(created), NUMBER(holder), TRUTH(open), TRUTH(idle), TRUTH(wrote_persistent),
     {nullptr, 0, 0, 0, nullptr}};
 #undef NUMBER
 #undef TRUTH
 PyMethodDef tape_methods[] = {
     {"take_sites", tape_take_sites, METH_NOARGS, "The sites of the frame that leaves."},
+    {"begin_lease", tape_begin_lease, METH_NOARGS, nullptr},
+    {"wait", tape_wait, METH_NOARGS, "Before the program waits for an answer."},
+    {"stalls", tape_stalls, METH_VARARGS, "The executor never computes the command there ahead."},
+    {"lose", tape_lose, METH_NOARGS, "What waits to be sent will not be."},
     {nullptr, nullptr, 0, nullptr}};
 PyType_Slot tape_slots[] = {
     {Py_tp_new, slot(tape_new)}, {Py_tp_dealloc, slot(tape_dealloc)}, {Py_tp_members, tape_members},
@@ -364,11 +387,6 @@ PyMethodDef dead_methods[] = {
 PyType_Slot dead_slots[] = {
     {Py_sq_length, slot(dead_length)}, {Py_sq_item, slot(dead_item)}, {Py_tp_methods, dead_methods}, {0, nullptr}};
 PyType_Spec dead_spec = {"dormouse_recorder.Freed", sizeof(Dead), 0, Py_TPFLAGS_DEFAULT, dead_slots};
-
-template <typename Function>
-PyCFunction fast(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
 
 PyMethodDef methods[] = {
     {"wrap", fast(wrap), METH_FASTCALL, "wrap(storage, meta): a tensor object."},
@@ -383,7 +401,7 @@ PyMethodDef methods[] = {
     {"set_recording", set_recording, METH_O, "Whether calls are recorded, or only their results made."},
     {"disable", disable, METH_NOARGS, nullptr},
     {"cover", cover, METH_NOARGS, "Operations that there were not before."},
-    {"counts", counts, METH_NOARGS, "Calls that a plan was followed for, and others."},
+    {"counts", counts, METH_NOARGS, "Calls that a plan was followed for, and others; commands that templates had, and templates that were left."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "dormouse_recorder", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -36,17 +36,46 @@ class RecorderSettings(NamedTuple):
     free: int = wire.FREE
 
 
+class TemplateSettings(NamedTuple):
+    """Which sequences of commands are kept, and when the executor hears of them."""
+
+    follow: int = wire.FOLLOW
+    validated: int = wire.VALIDATED
+    leave: int = wire.LEAVE
+    check: int = wire.CHECK
+    free: int = wire.FREE
+    relative: int = wire.RELATIVE
+    checked: bool = False  # both ends compare what they do with what they would have done
+    seen: int = 2  # times that one has come before it is followed
+    operations: int = 4  # by which one is known: as many as the first frame has; 0: none is followed
+    least_words: int = 48
+    most_words: int = wire.MAX_TEMPLATE_WORDS
+    most_pending_nbytes: int = 8 << 20  # of results: the executor holds what it has computed ahead
+    most_pending: int = 1024  # operations
+
+
+template_settings = TemplateSettings()
+"""Of the next connection."""
+
+
 def connect(
-    tape: Any, lock: Any, record: Callable[..., int], recorded: Callable[..., None], settings: RecorderSettings
+    tape: Any,
+    record: Callable[..., int],
+    recorded: Callable[..., None],
+    tell: Callable[..., bool],
+    flush: Callable[[], None],
+    settings: RecorderSettings,
 ) -> None:
-    """Record onto this tape; `record` is Python's own way to, and `recorded` is called where something is to follow."""
-    cpp.module.connect(tape, lock.acquire, lock.release, record, recorded, settings)
+    """Record onto this tape; `record` is Python's own way to, and `recorded` is called where something is to follow.
+    `tell`: has the executor know a template; `flush`: sends what has been recorded."""
+    known = tape, record, recorded, tell, flush
+    cpp.module.connect(*known, settings, template_settings)
 
 
 def disconnect() -> None:
     """Ask Python of each call."""
     if cpp.module is not None:
-        cpp.module.connect(None, None, None, None, None, None)
+        cpp.module.connect(*[None] * 7)
 
 
 def disable() -> None:

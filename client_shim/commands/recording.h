@@ -12,8 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "frames.h"
-#include "plans.h"
+#include "templates.h"
 
 namespace {
 
@@ -22,8 +21,8 @@ bool recording = true;  // false: results are made and nothing else, for benchma
 // Of the world that is connected, and what Python does when recording meets something rare.
 struct World {
   Tape* tape = nullptr;
-  PyObject *acquire = nullptr, *release = nullptr;  // of the stream's lock
   PyObject *record = nullptr, *recorded = nullptr;  // of the stream
+  PyObject *tell = nullptr, *flush = nullptr;       // likewise
   // RecorderSettings, in recorder.py
   long long frame_commands, eager_nbytes, poll_mask, free_batch, most_frees, free_code;
 };
@@ -91,6 +90,7 @@ bool told_of_the_dead(Tape* tape) {
     if (id < tape->lease_first_id || id < tape->first_id) return false;
   }
   auto* commands = as<Commands>(tape->commands);
+  keep_dead(tape);
   put_int(*commands->bytes, world.free_code);
   put_int(*commands->bytes, static_cast<int64_t>(dead.size()));
   for (const auto& [id, nbytes] : dead) {
@@ -130,14 +130,21 @@ int64_t recorded_by_python(Plan* plan, const Call& call) {
   return PyLong_AsLongLong(number.object);
 }
 
-struct Locked {
-  Locked() { Py_DECREF(checked(PyObject_CallNoArgs(world.acquire))); }
-  ~Locked() {
-    Owned done(PyObject_CallNoArgs(release.object));
-    if (!done.object) PyErr_Clear();
+void append(std::string& bytes, int64_t& count, const Plan& plan, const Call& call, int64_t first) {
+  put_int(bytes, plan.id);
+  for (const Operand& operand : call.operands) {
+    if (operand.tensor) put_int(bytes, storage_of(*operand.tensor)->id);
+    else put_number(bytes, operand.number);
   }
-  Owned release{Py_NewRef(world.release)};  // by now the world may be another
-};
+  for (size_t n = 0; n < plan.fresh_nbytes.size(); n++) put_int(bytes, first + static_cast<int64_t>(n));
+  count += 1 + static_cast<int64_t>(call.operands.size() + plan.fresh_nbytes.size());
+}
+
+// Whether the executor is to hear how far the program has come in its template: it holds what it has computed ahead.
+bool is_due(const Segment& segment, int64_t count, int64_t worth) {
+  return segment.pending_nbytes > settings.most_pending_nbytes || count >= settings.most_pending ||
+      (segment.stops && count >= worth);
+}
 
 // The id of its first new storage; 0 if it has none.
 int64_t record(Plan* plan, const Call& call) {
@@ -146,37 +153,44 @@ int64_t record(Plan* plan, const Call& call) {
     last_id += static_cast<int64_t>(plan->fresh_nbytes.size());
     return first;
   }
-  const Locked locked;
-  Tape* tape = world.tape;  // another thread may have been first
-  if (!tape || !tape->open || plan->told != tape->epoch || !told_of_the_dead(tape)) {
-    return recorded_by_python(plan, call);
-  }
-  auto* commands = as<Commands>(tape->commands);
-  std::string& bytes = *commands->bytes;
-  put_int(bytes, plan->id);
-  for (const Operand& operand : call.operands) {
-    if (operand.tensor) put_int(bytes, storage_of(*operand.tensor)->id);
-    else put_number(bytes, operand.number);
+  Tape* tape = world.tape;
+  const bool turn = tape && (!tape->holder || tape->holder == static_cast<int64_t>(PyThread_get_thread_ident()));
+  if (!turn || !tape->open) return recorded_by_python(plan, call);
+  Segment& segment = *tape->segment;
+  const bool before = segment.followed && as_before(tape, *plan, call);
+  if (segment.followed && !before) leave(tape);
+  if (!before && (plan->told != tape->epoch || !told_of_the_dead(tape))) return recorded_by_python(plan, call);
+  const int64_t first = plan->fresh_nbytes.empty() ? 0 : last_id + 1;
+  if (!before) {
+    auto* commands = as<Commands>(tape->commands);
+    append(*commands->bytes, commands->count, *plan, call, first);
+    keep(tape, *plan, call, first);
+  } else if (settings.checked) {
+    append(segment.said, segment.said_count, *plan, call, first);
   }
   if (!tape->wrote_persistent) {
     for (const int position : plan->written_at) {
       if (storage_of(*call.operands[position].tensor)->id < tape->lease_first_id) tape->wrote_persistent = true;
     }
   }
-  const int64_t first = plan->fresh_nbytes.empty() ? 0 : last_id + 1;
   for (const int64_t nbytes : plan->fresh_nbytes) {
-    put_int(bytes, ++last_id);
+    last_id++;
     tape->created++;
     tape->held_nbytes += nbytes;
   }
-  commands->count += 1 + static_cast<int64_t>(call.operands.size() + plan->fresh_nbytes.size());
   auto& sites = *as<Sites>(tape->sites)->found;
   sites.push_back(call_site());
   tape->recorded++;
   const auto count = static_cast<int64_t>(sites.size());
+  const bool grown = tape->held_nbytes > tape->watched_nbytes;
+  const bool told = before ? is_due(segment, count, tape->worth) : follows(tape, world.tell);
+  if (told && !grown) {
+    Py_DECREF(checked(PyObject_CallNoArgs(world.flush)));
+    return first;
+  }
   const bool due = count >= tape->worth && (tape->idle || !(count & world.poll_mask));
   const bool early = tape->idle && plan->most_nbytes >= world.eager_nbytes;
-  if (tape->held_nbytes > tape->watched_nbytes || count >= world.frame_commands || due || early) {
+  if (grown || (!before && (count >= world.frame_commands || due || early))) {
     Owned number(checked(PyLong_FromLongLong(first)));
     Py_DECREF(checked(PyObject_CallFunctionObjArgs(world.recorded, plan->plan.object, number.object, nullptr)));
   }

@@ -4,6 +4,8 @@ Owns the definition tables of a connection, which outlive leases, and the frame 
 not know tensors or storages. Used under the stream's lock only.
 """
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Final
@@ -41,6 +43,9 @@ as large, up to this."""
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""
 
+AWAKE_S: Final = 0.0002
+"""So long who waits for an answer stays awake: to be woken takes longer than most answers."""
+
 REPLY_TIMEOUT_S: Final = 3600.0
 """A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
 bounds a fault of ours."""
@@ -60,6 +65,8 @@ class StreamConnection:
         self.told_keys: set[int] = set()
         self._definitions_nbytes = 0  # about, of the keys in the frame being filled
         self._told_metas: set[int] = set()
+        self._told_templates: dict[int, int] = {}  # lengths, by number
+        self._new_templates: list[int] = []  # in the frame being filled
         self._told_changes = 0  # of settings of numerics
         self._metas: list[Any] = []
         self._keys: list[Any] = []
@@ -85,6 +92,7 @@ class StreamConnection:
         self.tape.take_sites()
         self.tape.epoch, self.tape.idle = self._epoch, True
         self.tape.worth = EAGER_COMMANDS
+        self.tape.begin_lease()
         self._inline_nbytes = 0  # in the frame being filled
         self._values.clear()
         self._sites.clear()
@@ -119,6 +127,28 @@ class StreamConnection:
             self.tell_meta(meta)
         self.told_keys.add(plan.id)
         self._keys += (plan.id, plan.definition)
+
+    def tell_template(self, number: int, words: list[Any], plans: list[Plan]) -> bool:
+        """Define a sequence of commands that have these keys; False if it is not to be followed now."""
+        if number in self._told_templates:
+            return True
+        if not words:
+            return False
+        words_told = sum(self._told_templates.values()) + len(words)
+        if len(self._told_templates) >= wire.MAX_TEMPLATES or words_told > wire.MAX_TEMPLATES_WORDS:
+            self._forget()
+            return False
+        epoch = self._epoch
+        for plan in plans:
+            if plan.id not in self.told_keys:
+                self.tell(plan)
+        self.flush()  # with its keys: a template is large
+        if self._epoch != epoch:
+            return False
+        self._told_templates[number] = len(words)
+        self._new_templates.append(number)
+        self.commands += (wire.TEMPLATE, number, words)
+        return True
 
     def tell_numerics(self, numerics: InstanceNumerics) -> None:
         for command in numerics.since(self._told_changes):
@@ -159,6 +189,7 @@ class StreamConnection:
         self.flush()
         self.told_keys.clear()
         self._told_metas.clear()
+        self._told_templates.clear()
         self._told_changes = 0
         self._knows_less()
 
@@ -197,12 +228,15 @@ class StreamConnection:
         """The frame cannot leave: what it defined has not been told."""
         self.told_keys.difference_update(self._keys[::2])
         self._told_metas.difference_update(self._metas[::2])
+        for number in self._new_templates:
+            del self._told_templates[number]
         self._told_changes = 0
         self._knows_less()
+        self.tape.lose()
         self._clear()
 
     def _clear(self) -> None:
-        self._metas, self._keys, self._inline_nbytes = [], [], 0
+        self._metas, self._keys, self._new_templates, self._inline_nbytes = [], [], [], 0
         self.commands.clear()
         self.tape.take_sites()
         self._definitions_nbytes = 0
@@ -242,6 +276,8 @@ class StreamConnection:
                 if serial == self.lease.serial and self.open:
                     lost = SeatLost if why == wire.SEAT_LOST else LeaseLost
                     refused = lost(f"the GPU's executor refused this request's operations: {reason}")
+            elif kind == wire.STALLED:
+                self.tape.stalls(*fields)
             else:
                 self._values[fields[0]] = [kind, *fields[1:]]
         if refused is not None:
@@ -250,8 +286,13 @@ class StreamConnection:
 
     def wait(self, token: int) -> list[Any]:
         """The reply to a waiting command: [VALUE, payload] or [FAILED, kind, text, where]."""
+        self.tape.wait()
         self.flush()
         self.tape.worth = EAGER_COMMANDS
+        deadline_s = time.perf_counter() + AWAKE_S
+        while token not in self._values and time.perf_counter() < deadline_s:
+            if not self.pump(0):
+                os.sched_yield()
         while token not in self._values:
             if not self.pump(REPLY_TIMEOUT_S):
                 raise ExecutorLost("the executor has not answered")

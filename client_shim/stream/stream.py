@@ -8,7 +8,6 @@ shows that it has caught up.
 
 import ctypes
 import gc
-import threading
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,7 @@ from dormouse.client_shim.stream.live_storages import LiveStorages
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.seeds import Seeds
-from dormouse.client_shim.stream.tape import Tape
+from dormouse.client_shim.stream.tape import StreamLock, Tape
 from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Lease
 from dormouse.schemas.numerics import Setting
@@ -50,13 +49,13 @@ class Stream:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.lock = threading.RLock()
         self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
         self.last_used = True  # the last lease: its executor was given commands
         self.loading = True  # what is uploaded without a lease joins the model
         self._connection: StreamConnection | None = None
         self.tape: Tape = cpp.module.Tape() if cpp.module is not None else Tape()
+        self.lock = StreamLock(self.tape)
         self._storages = LiveStorages(self.tape)
         self.answers = Answers(self._storages.remains)
         self._seeds = Seeds()
@@ -240,7 +239,8 @@ class Stream:
     def connect(self) -> None:
         """What C++ records, it appends here."""
         settings = recorder.RecorderSettings(wire.FRAME_COMMANDS, EAGER_NBYTES, POLL_MASK, FREE_BATCH, FREE_NUMBERS)
-        recorder.connect(self.tape, self.lock, self.record, self.recorded, settings)
+        calls = self.record, self.recorded, self._tell_template, self._flush
+        recorder.connect(self.tape, *calls, settings)
 
     def record(self, plan: Plan, operands: list[Any]) -> int:
         """Append a command; the id of its first fresh storage."""
@@ -270,17 +270,30 @@ class Stream:
         """Of the command that was recorded last, whose first fresh storage has this id: send what is to leave with it,
         and hear of what may not fit.
         """
-        connection, tape = self._connection, self.tape
-        assert connection is not None, "a command was recorded under a lease"
-        count = len(tape.sites)
-        if tape.held_nbytes > tape.watched_nbytes and self._storages.grown():
-            self._answer_for(plan, number)
-        elif count >= wire.FRAME_COMMANDS:
-            connection.flush()
-        elif tape.idle and (count >= tape.worth or any(nbytes >= EAGER_NBYTES for nbytes in plan.fresh_nbytes)):
-            connection.send_early()
-        elif not count & POLL_MASK and count >= tape.worth:
-            connection.poll()
+        with self.lock:
+            connection, tape = self._connection, self.tape
+            if connection is None:
+                return  # another thread has ended the lease since
+            count = len(tape.sites)
+            if tape.held_nbytes > tape.watched_nbytes and self._storages.grown():
+                self._answer_for(plan, number)
+            elif count >= wire.FRAME_COMMANDS:
+                connection.flush()
+            elif tape.idle and (count >= tape.worth or any(nbytes >= EAGER_NBYTES for nbytes in plan.fresh_nbytes)):
+                connection.send_early()
+            elif not count & POLL_MASK and count >= tape.worth:
+                connection.poll()
+
+    def _tell_template(self, number: int, words: list[Any], plans: list[Plan]) -> bool:
+        """Whether the executor will know these commands by this number."""
+        with self.lock:
+            connection = self._connection
+            return connection is not None and connection.tell_template(number, words, plans)
+
+    def _flush(self) -> None:
+        with self.lock:
+            if self._connection is not None:
+                self._connection.send_early()
 
     def _answer_for(self, plan: Plan, number: int) -> None:
         """Of a command whose results have no owner yet."""

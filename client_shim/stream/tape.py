@@ -3,6 +3,7 @@
 `commands/recorder.cpp` has the same in C++, with the same fields, where it is built.
 """
 
+import threading
 from typing import Any
 
 import msgpack
@@ -20,8 +21,39 @@ class CommandArray(list[Any]):
         return frame
 
 
+class StreamLock:
+    """The lock of a stream, reentrant. The tape says who holds it: C++ records without it while that is nobody else,
+    as it holds Python's own lock, the GIL, from the first to the last step.
+    """
+
+    def __init__(self, tape: Any) -> None:
+        self._tape = tape
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if not self._lock.acquire(blocking):
+            return False
+        self._tape.holder = threading.get_ident()
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._tape.holder = 0
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
 class Tape:
     def __init__(self) -> None:
+        self.holder = 0  # the thread whose turn it is
         self.commands = CommandArray()
         self.sites: list[Site | None] = []  # of the operations among them
         self.recorded = 0  # operations, ever
@@ -41,3 +73,15 @@ class Tape:
         """The sites of the frame that leaves."""
         taken, self.sites = self.sites, []
         return taken
+
+    def begin_lease(self) -> None:
+        """Sequences of commands begin here."""
+
+    def wait(self) -> None:
+        """And here: the program is about to wait for an answer."""
+
+    def lose(self) -> None:
+        """What waits to be sent will not be."""
+
+    def stalls(self, template: int, position: int) -> None:
+        """The executor never computes the command there ahead."""

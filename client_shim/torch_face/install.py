@@ -83,6 +83,18 @@ def _test(base: type) -> None:
     world.inference = False  # that was the test
 
 
+def prepare_unfollowed() -> None:
+    """`prepare` where ``[gpu] templates`` is off."""
+    recorder.template_settings = recorder.template_settings._replace(operations=0)
+    prepare()
+
+
+def prepare_checked() -> None:
+    """`prepare` where ``[gpu] templates`` is check."""
+    recorder.template_settings = recorder.template_settings._replace(checked=True)
+    prepare()
+
+
 def prepare_python() -> None:
     """`prepare` where the node file says so."""
     prepare(by_cpp=False)

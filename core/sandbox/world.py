@@ -45,6 +45,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return tuple(dict.fromkeys([*self.modules, *functions]))
 
 
+_PREPARE: Final = {"on": "prepare", "off": "prepare_unfollowed", "check": "prepare_checked"}
+"""By ``[gpu] templates``."""
+
+
 def worlds(config: "NodeConfig") -> dict[str, World]:
     """The worlds of a node, by the roles of their zygotes; the world of functions first."""
     functions = World(
@@ -52,7 +56,9 @@ def worlds(config: "NodeConfig") -> dict[str, World]:
         python=config.sandbox.python or sys.executable,
         modules=("dormouse.client_shim.instance.warm",),
         libraries=config.sandbox.warm,
-        prepare=f"dormouse.client_shim.torch_face.install:prepare{'' if config.gpu.fast_path else '_python'}",
+        prepare=f"dormouse.client_shim.torch_face.install:{_PREPARE[config.gpu.templates]}"
+        if config.gpu.fast_path
+        else "dormouse.client_shim.torch_face.install:prepare_python",
         entry="dormouse.client_shim.instance.runner:run_instance",
     )
     return {world.role: world for world in (functions, *config.start.worlds)}

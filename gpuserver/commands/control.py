@@ -34,6 +34,8 @@ class Control:
         self._activation_stats, self._table, self._metas = activation_stats, table, metas
         self._arena = torch.frombuffer(arena, dtype=torch.uint8) if len(arena) else torch.empty(0, dtype=torch.uint8)
         self._generators, self._runner, self._replies = generators, runner, replies
+        self.steps: Any = None  # the library's, once there is one
+        self._on_cpu = table.device.type == "cpu"
         self._settings: dict[str, list[Any]] = {}  # of numerics, the newest last
         self._active = False  # torch's settings are this instance's
         self.handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
@@ -85,6 +87,8 @@ class Control:
             if total_nbytes > MAX_STORAGE_NBYTES:
                 raise ProtocolViolation(f"a storage of {total_nbytes} bytes")
             stored = self._table.create(number, total_nbytes)
+        else:
+            self._table.written()
         if stored.error is not None:
             raise CommandFailed(stored.error)
         self._table.will_write(stored)
@@ -111,6 +115,8 @@ class Control:
         number, total_nbytes, offset, content = commands[position : position + 4]
         if not isinstance(content, bytes):
             raise ProtocolViolation("an upload without bytes")
+        if self._on_cpu and self.steps is not None and self.steps.write(number, total_nbytes, offset, content):
+            return position + 4
         source = (
             torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         )
@@ -141,15 +147,20 @@ class Control:
         if meta is None:
             raise ProtocolViolation(f"geometry {brief(meta_number)} was not defined")
         nbytes = meta.numel * meta.itemsize
-        if arena_offset == -1:
-            if nbytes > wire.INLINE_NBYTES:
-                raise ProtocolViolation(f"a download of {nbytes} bytes outside the arena")
-            # Memory of the host: a GPU that has none left still says so.
-            destination = torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0)
-        else:
+        if arena_offset == -1 and nbytes > wire.INLINE_NBYTES:
+            raise ProtocolViolation(f"a download of {nbytes} bytes outside the arena")
+        if arena_offset != -1:
             destination = self._arena_part(arena_offset, nbytes)
         if self._replies.failed(token):
             return position + 4
+        if arena_offset == -1:
+            if self.steps is not None and meta.contiguous:
+                content = self.steps.read(number, meta.offset * meta.itemsize, nbytes, bool(self._table.owed))
+                if content is not None:
+                    self._replies.give(wire.VALUE, token, content)
+                    return position + 4
+            # Memory of the host: a GPU that has none left still says so.
+            destination = torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0)
         try:
             view = self._table.view(self._table.get(number), meta)
             destination.view(meta.dtype).view(meta.size).copy_(view)
@@ -197,6 +208,7 @@ class Control:
     def _set(self, commands: list[Any], position: int) -> int:
         name, values = commands[position : position + 2]
         NUMERICS.check(name, values)
+        self._table.written()  # what was computed ahead was in others
         self._settings.pop(name, None)
         self._settings[name] = values
         self._apply({name: values})

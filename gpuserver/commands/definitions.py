@@ -47,7 +47,7 @@ class ProtocolViolation(Exception):
 class CheckedMeta:
     """A geometry whose extent has been computed, and whose lengths and strides are not negative."""
 
-    __slots__ = ("bits", "dtype", "extent", "itemsize", "number", "numel", "offset", "size", "stride")
+    __slots__ = ("bits", "contiguous", "dtype", "extent", "itemsize", "number", "numel", "offset", "size", "stride")
 
     def __init__(self, number: int, definition: Any) -> None:
         dtype, size, stride, offset, bits = expect(definition, list, 5)
@@ -62,6 +62,15 @@ class CheckedMeta:
         self.itemsize = self.dtype.itemsize
         steps = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         self.extent = (offset + steps + 1) * self.itemsize if self.numel else 0
+        self.contiguous = not bits and self.extent == (offset + self.numel) * self.itemsize and self._dense()
+
+    def _dense(self) -> bool:
+        expected = 1
+        for length, step in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if length > 1 and step != expected:
+                return False
+            expected *= length
+        return True
 
     @property
     def overlaps(self) -> bool:

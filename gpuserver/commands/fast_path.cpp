@@ -13,12 +13,15 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/python_arg_parser.h>
 
 #include <structmember.h>
 
+#include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,6 +33,7 @@ namespace {
 using c10::IValue;
 
 constexpr int TENSOR = 0, SCALAR = 1;  // kinds of operands, as fast_path.py numbers them
+constexpr int64_t MOST_SAVED_NBYTES = 1 << 20;  // a larger storage is not written ahead: it would be copied
 constexpr int FRESH = 0, SAME = 1, NOTHING = 2;  // kinds of results, likewise
 
 struct NotPlain {};  // an argument that only Python can make
@@ -236,10 +240,14 @@ IValue fixed(const c10::Argument& argument, PyObject* value) {
 
 struct Steps {
   PyObject_HEAD
-  PyObject *plans, *by_id, *freed, *table, *view;  // dicts, a StorageTable, the name of its method
-  Py_ssize_t ran, failed;                          // operations of the last run, and where one has raised
-  Py_ssize_t most;                                 // storages
+  PyObject *plans, *by_id, *freed, *ahead, *table, *view;  // dicts, a StorageTable, the name of its method
+  PyObject* undo;                                          // list of (position, entry, what was in it)
+  Py_ssize_t ran, failed;                                  // operations of the last run, and where one has raised
+  Py_ssize_t most;                                         // storages
   int64_t free_code;
+  int64_t ahead_nbytes, most_ahead_nbytes;  // of storages in `ahead`
+  bool is_ahead;                            // of what was asked for: results go there
+  char stalled, spoiled, roomy;  // the last `ahead` could not go on, has left something half done, not for lack of room
 };
 
 enum class Outcome { DONE, LEFT, RAISED };
@@ -291,9 +299,12 @@ bool prepared(Steps* self, const Plan* plan, PyObject* commands, Py_ssize_t posi
     }
     if (number_of(value) < 0) return false;
     PyObject* entry = PyDict_GetItemWithError(self->by_id, value);
+    if (!entry && self->is_ahead) entry = PyDict_GetItemWithError(self->ahead, value);
     if (!entry || Py_TYPE(entry) != slots.type || at(entry, slots.error) != Py_None) return false;
     for (int index : *plan->written) {
-      if (index == static_cast<int>(step.entries.size()) && !may_be_written(entry)) return false;
+      if (index != static_cast<int>(step.entries.size())) continue;
+      const bool shared = at(entry, slots.persistent) != Py_False || at(entry, slots.may_write) != Py_None;
+      if (self->is_ahead ? shared : !may_be_written(entry)) return false;
     }
     step.entries.push_back(borrowed(entry));
     PyObject* view = viewed(self, plan, *operand.meta, entry);
@@ -320,7 +331,8 @@ bool are_new(Steps* self, PyObject* commands, Py_ssize_t position, int count) {
     for (int before = 0; before < n; before++) {
       if (number_of(PyList_GET_ITEM(commands, position + before)) == number_of(number)) return false;
     }
-    for (PyObject* known : {self->by_id, self->freed}) {
+    for (PyObject* known : {self->by_id, self->freed, self->is_ahead ? self->ahead : nullptr}) {
+      if (!known) continue;
       const int found = PyDict_Contains(known, number);
       if (found) return false;
     }
@@ -361,24 +373,31 @@ bool as_predicted(const Plan* plan, Step& step) {
   return true;
 }
 
-// A HeldStorage, as HeldStorage.of_result makes it.
-PyObject* held(const at::Tensor& tensor, const Meta& meta) {
-  Owned wrapped(THPVariable_Wrap(tensor));
+// A HeldStorage of a tensor, with no views.
+PyObject* entry_of(PyObject* tensor, PyObject* nbytes, const void* address) {
   Owned views(PyDict_New());
-  if (!wrapped.object || !views.object) return nullptr;
-  if (PyDict_SetItem(views.object, meta.number.object, wrapped.object)) return nullptr;
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr()) - meta.offset * meta.itemsize;
-  Owned where(PyLong_FromUnsignedLongLong(tensor.data_ptr() ? address : 0));
-  if (!where.object) return nullptr;
+  Owned where(PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(address)));
+  if (!views.object || !where.object) return nullptr;
   PyObject* entry = slots.type->tp_alloc(slots.type, 0);
   if (!entry) return nullptr;
   for (Py_ssize_t slot : slots.all) at(entry, slot) = Py_NewRef(Py_None);
   for (Py_ssize_t slot : {slots.persistent, slots.in_place, slots.dirty}) put(entry, slot, Py_NewRef(Py_False));
-  put(entry, slots.nbytes, Py_NewRef(meta.extent.object));
-  put(entry, slots.tensor, Py_NewRef(wrapped.object));
+  put(entry, slots.nbytes, Py_NewRef(nbytes));
+  put(entry, slots.tensor, Py_NewRef(tensor));
   put(entry, slots.address, Py_NewRef(where.object));
   put(entry, slots.views, Py_NewRef(views.object));
   return entry;
+}
+
+// A HeldStorage, as HeldStorage.of_result makes it.
+PyObject* held(const at::Tensor& tensor, const Meta& meta) {
+  Owned wrapped(THPVariable_Wrap(tensor));
+  if (!wrapped.object) return nullptr;
+  const auto* data = static_cast<const char*>(tensor.data_ptr());
+  Owned entry(entry_of(wrapped.object, meta.extent.object, data ? data - meta.offset * meta.itemsize : nullptr));
+  if (!entry.object) return nullptr;
+  if (PyDict_SetItem(at(entry.object, slots.views), meta.number.object, wrapped.object)) return nullptr;
+  return Py_NewRef(entry.object);
 }
 
 bool entered(Steps* self, const Plan* plan, Step& step, PyObject* commands, Py_ssize_t position) {
@@ -388,7 +407,26 @@ bool entered(Steps* self, const Plan* plan, Step& step, PyObject* commands, Py_s
     if (result.kind != FRESH) continue;
     Owned entry(held(step.made[made++], *result.meta));
     PyObject* number = PyList_GET_ITEM(commands, position + result.number);
-    if (!entry.object || PyDict_SetItem(self->by_id, number, entry.object)) return false;
+    PyObject* table = self->is_ahead ? self->ahead : self->by_id;
+    if (!entry.object || PyDict_SetItem(table, number, entry.object)) return false;
+    if (self->is_ahead) self->ahead_nbytes += number_of(result.meta->extent.object);
+  }
+  return true;
+}
+
+// What an operation is about to write ahead of the program, as it is.
+bool saved(Steps* self, const Plan* plan, const Step& step, Py_ssize_t position) {
+  for (int index : *plan->written) {
+    PyObject* entry = step.entries[index].object;
+    const c10::Storage& storage = step.tensors[index].storage();
+    const auto nbytes = static_cast<int64_t>(storage.nbytes());
+    if (nbytes > MOST_SAVED_NBYTES) return false;
+    at::Tensor whole = at::empty({0}, step.tensors[index].options().dtype(at::kByte));
+    whole.set_(storage, 0, {nbytes}, {1});
+    Owned before(THPVariable_Wrap(whole.clone()));
+    Owned item(before.object ? Py_BuildValue("(nOO)", position, entry, before.object) : nullptr);
+    if (!item.object || PyList_Append(self->undo, item.object)) return false;
+    self->ahead_nbytes += nbytes;
   }
   return true;
 }
@@ -424,6 +462,8 @@ Outcome failed(Plan* plan, const std::exception_ptr& raised) {
 Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t position, Step& step) {
   const Py_ssize_t middle = position + static_cast<Py_ssize_t>(plan->operands->size());
   if (plan->off || middle + plan->fresh > PyList_GET_SIZE(commands)) return Outcome::LEFT;
+  // What was computed ahead may have read what this writes: Python drops it.
+  if (!plan->written->empty() && !self->is_ahead && PyDict_GET_SIZE(self->ahead)) return Outcome::LEFT;
   if (plan->default_dtype != c10::get_default_dtype_as_scalartype()) return Outcome::LEFT;
   if (plan->attention && !at::globalContext().userEnabledFlashSDP() && !at::globalContext().userEnabledMathSDP()) {
     return Outcome::LEFT;
@@ -431,6 +471,7 @@ Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t positi
   if (!are_new(self, commands, middle, plan->fresh)) return Outcome::LEFT;
   try {
     if (!prepared(self, plan, commands, position, step)) return Outcome::LEFT;
+    if (self->is_ahead && !saved(self, plan, step, position - 1)) return Outcome::LEFT;
   } catch (const std::exception&) {  // no memory for a number, for example
     return Outcome::LEFT;
   }
@@ -446,6 +487,11 @@ Outcome operation(Steps* self, Plan* plan, PyObject* commands, Py_ssize_t positi
     torch::translate_exception_to_python(std::current_exception());
     return Outcome::RAISED;
   }
+}
+
+bool is_free(const Steps* self, PyObject* code) {
+  int overflow = 0;
+  return PyLong_AsLongLongAndOverflow(code, &overflow) == self->free_code && !overflow;
 }
 
 // The position behind a FREE, `position` being behind its code; -1 if Python is to see to it.
@@ -482,8 +528,7 @@ PyObject* steps_run(PyObject* object, PyObject* const* arguments, Py_ssize_t cou
     if (!PyLong_CheckExact(code)) break;
     PyObject* found = PyDict_GetItemWithError(self->plans, code);
     if (!found) {
-      int overflow = 0;
-      if (PyLong_AsLongLongAndOverflow(code, &overflow) != self->free_code || overflow) break;
+      if (!is_free(self, code)) break;
       const Py_ssize_t end = freed(self, commands, position + 1);
       if (end < 0) break;
       position = end;
@@ -501,6 +546,156 @@ PyObject* steps_run(PyObject* object, PyObject* const* arguments, Py_ssize_t cou
     position += 1 + static_cast<Py_ssize_t>(known->operands->size()) + known->fresh;
   }
   return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(position);
+}
+
+// The position behind the command that is there, if it is one of these kinds; else -1.
+Py_ssize_t end_of(Steps* self, PyObject* commands, Py_ssize_t position, PyObject*& plan) {
+  PyObject* code = PyList_GET_ITEM(commands, position);
+  if (!PyLong_CheckExact(code)) return -1;
+  plan = PyDict_GetItemWithError(self->plans, code);
+  if (plan) {
+    const auto* known = reinterpret_cast<Plan*>(plan);
+    position += 1 + static_cast<Py_ssize_t>(known->operands->size()) + known->fresh;
+  } else {
+    if (!is_free(self, code)) return -1;
+    if (++position >= PyList_GET_SIZE(commands)) return -1;
+    const int64_t count = number_of(PyList_GET_ITEM(commands, position));
+    if (count < 0 || count > PyList_GET_SIZE(commands)) return -1;
+    position += 1 + count;
+  }
+  return position > PyList_GET_SIZE(commands) ? -1 : position;
+}
+
+// ahead(commands, position, end, nanoseconds): compute what nobody has asked for yet, for about so long, and free
+// nothing; the position of what was not. It never raises what an operation has raised.
+PyObject* steps_ahead(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  auto* self = reinterpret_cast<Steps*>(object);
+  if (count != 4 || !PyList_CheckExact(arguments[0])) {
+    PyErr_SetString(PyExc_TypeError, "ahead(commands, position, end, nanoseconds)");
+    return nullptr;
+  }
+  PyObject* commands = arguments[0];
+  Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+  const Py_ssize_t end = PyLong_AsSsize_t(arguments[2]);
+  const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(PyLong_AsLongLong(arguments[3]));
+  if (PyErr_Occurred()) return nullptr;
+  if (!PyDict_GET_SIZE(self->ahead) && !PyList_GET_SIZE(self->undo)) self->ahead_nbytes = 0;
+  self->stalled = self->spoiled = false;
+  self->is_ahead = true;
+  Step step;
+  while (position < end && std::chrono::steady_clock::now() < until) {
+    PyObject* found = nullptr;
+    const Py_ssize_t next = end_of(self, commands, position, found);
+    int64_t more = 0;
+    if (next >= 0 && found) {
+      for (const Result& result : *reinterpret_cast<Plan*>(found)->results) {
+        if (result.kind == FRESH) more += number_of(result.meta->extent.object);
+      }
+    }
+    self->roomy = self->ahead_nbytes + more <= self->most_ahead_nbytes;
+    if (next < 0 || !self->roomy) {
+      self->stalled = true;
+      break;
+    }
+    if (found) {
+      Owned plan = borrowed(found);
+      const Outcome outcome = operation(self, reinterpret_cast<Plan*>(found), commands, position + 1, step);
+      self->spoiled = outcome == Outcome::RAISED;
+      self->stalled = outcome != Outcome::DONE;
+      if (self->stalled) break;
+    }
+    position = next;
+  }
+  self->is_ahead = false;
+  PyErr_Clear();  // Python meets it again when it is asked for
+  return PyLong_FromSsize_t(position);
+}
+
+// confirm(commands, position, end): what was computed ahead has been asked for; the position of a command that Python
+// is to see to, or `end`.
+PyObject* steps_confirm(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  auto* self = reinterpret_cast<Steps*>(object);
+  if (count != 3 || !PyList_CheckExact(arguments[0])) {
+    PyErr_SetString(PyExc_TypeError, "confirm(commands, position, end)");
+    return nullptr;
+  }
+  PyObject* commands = arguments[0];
+  Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+  const Py_ssize_t end = PyLong_AsSsize_t(arguments[2]);
+  if (PyErr_Occurred()) return nullptr;
+  self->ran = 0;
+  while (position < end) {
+    PyObject* plan = nullptr;
+    const Py_ssize_t next = end_of(self, commands, position, plan);
+    if (next < 0) break;
+    if (!plan) {
+      if (freed(self, commands, position + 1) < 0) break;
+    } else {
+      self->ran++;
+      for (Py_ssize_t n = next - reinterpret_cast<Plan*>(plan)->fresh; n < next; n++) {
+        PyObject* number = PyList_GET_ITEM(commands, n);
+        Owned entry = borrowed(PyDict_GetItemWithError(self->ahead, number));
+        const int known = entry.object ? PyDict_Contains(self->by_id, number) : 1;
+        if (known || PyDict_SetItem(self->by_id, number, entry.object) || PyDict_DelItem(self->ahead, number)) {
+          if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a result that was computed ahead is not new");
+          return nullptr;
+        }
+        self->ahead_nbytes -= number_of(at(entry.object, slots.nbytes));
+      }
+    }
+    position = next;
+  }
+  return PyLong_FromSsize_t(position);
+}
+
+// --- bytes that travel in frames, of tensors on the CPU
+
+// The storage of an entry, if it is there.
+std::optional<c10::Storage> bytes_of(PyObject* entry) {
+  PyObject* tensor = at(entry, slots.tensor);
+  PyObject* storage = at(entry, slots.storage);
+  if (THPVariable_Check(tensor)) return THPVariable_Unpack(tensor).storage();
+  if (THPStorage_Check(storage)) return THPStorage_Unpack(storage);
+  return std::nullopt;
+}
+
+// read(number, offset, nbytes, owed): these bytes of a storage; None if Python is to see to it.
+PyObject* steps_read(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  auto* self = reinterpret_cast<Steps*>(object);
+  if (count != 4 || number_of(arguments[0]) < 0) Py_RETURN_NONE;
+  const int64_t offset = number_of(arguments[1]), nbytes = number_of(arguments[2]);
+  PyObject* entry = PyDict_GetItemWithError(self->by_id, arguments[0]);
+  if (!entry && arguments[3] == Py_True) entry = PyDict_GetItemWithError(self->ahead, arguments[0]);
+  if (!entry || Py_TYPE(entry) != slots.type || at(entry, slots.error) != Py_None) Py_RETURN_NONE;
+  const auto storage = bytes_of(entry);
+  if (!storage || storage->device_type() != at::kCPU || offset < 0 || nbytes < 0) Py_RETURN_NONE;
+  const auto size = static_cast<int64_t>(storage->nbytes());
+  if (nbytes > size || offset > size - nbytes) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize(static_cast<const char*>(storage->data()) + offset, nbytes);
+}
+
+// write(number, nbytes, offset, content): a new storage with these bytes in it; False if Python is to see to it.
+PyObject* steps_write(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  auto* self = reinterpret_cast<Steps*>(object);
+  if (count != 4 || number_of(arguments[0]) < 0 || !PyBytes_Check(arguments[3])) Py_RETURN_FALSE;
+  const int64_t nbytes = number_of(arguments[1]), offset = number_of(arguments[2]);
+  const int64_t length = PyBytes_GET_SIZE(arguments[3]);
+  if (nbytes < 0 || offset < 0 || length > nbytes || offset > nbytes - length) Py_RETURN_FALSE;
+  if (PyDict_GET_SIZE(self->by_id) >= self->most) Py_RETURN_FALSE;
+  for (PyObject* known : {self->by_id, self->freed}) {
+    if (PyDict_Contains(known, arguments[0])) Py_RETURN_FALSE;
+  }
+  try {
+    const at::Tensor tensor = at::empty({nbytes}, at::TensorOptions(at::kByte));
+    std::memcpy(tensor.mutable_data_ptr<uint8_t>() + offset, PyBytes_AS_STRING(arguments[3]), length);
+    Owned wrapped(THPVariable_Wrap(tensor));
+    Owned entry(wrapped.object ? entry_of(wrapped.object, arguments[1], tensor.data_ptr()) : nullptr);
+    if (entry.object) put(entry.object, slots.dirty, Py_NewRef(Py_True));
+    if (entry.object && !PyDict_SetItem(self->by_id, arguments[0], entry.object)) Py_RETURN_TRUE;
+  } catch (const std::exception&) {  // no memory, for example
+  }
+  PyErr_Clear();
+  Py_RETURN_FALSE;
 }
 
 // --- types
@@ -588,13 +783,14 @@ PyObject* plan_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
 int steps_visit(PyObject* object, visitproc visit, void* arg) {
   auto* self = as<Steps>(object);
   Py_VISIT(Py_TYPE(object));
-  for (PyObject* held : {self->plans, self->by_id, self->freed, self->table}) Py_VISIT(held);
+  for (PyObject* held : {self->plans, self->by_id, self->freed, self->ahead, self->undo, self->table}) Py_VISIT(held);
   return 0;
 }
 
 int steps_clear(PyObject* object) {
   auto* self = as<Steps>(object);
-  for (PyObject** held : {&self->plans, &self->by_id, &self->freed, &self->table, &self->view}) {
+  for (PyObject** held :
+       {&self->plans, &self->by_id, &self->freed, &self->ahead, &self->undo, &self->table, &self->view}) {
     PyObject* before = *held;
     *held = nullptr;
     Py_XDECREF(before);
@@ -608,41 +804,50 @@ void steps_dealloc(PyObject* object) {
   freed_object(object);
 }
 
-// Steps(plans, by_id, freed, table, most, free_code)
+// Steps(plans, by_id, freed, ahead, table, most, free_code, most_ahead_nbytes)
 PyObject* steps_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *plans, *by_id, *freed, *table;
+  PyObject *plans, *by_id, *freed, *ahead, *table;
   Py_ssize_t most;
-  long long code;
+  long long code, nbytes;
   if (!PyArg_ParseTuple(
-          arguments, "O!O!O!OnL", &PyDict_Type, &plans, &PyDict_Type, &by_id, &PyDict_Type, &freed, &table, &most,
-          &code)) {
+          arguments, "O!O!O!O!OnLL", &PyDict_Type, &plans, &PyDict_Type, &by_id, &PyDict_Type, &freed, &PyDict_Type,
+          &ahead, &table, &most, &code, &nbytes)) {
     return nullptr;
   }
-  PyObject* view = PyUnicode_InternFromString("view");
-  PyObject* made = view ? type->tp_alloc(type, 0) : nullptr;
-  if (!made) {
-    Py_XDECREF(view);
-    return nullptr;
-  }
+  Owned view(PyUnicode_InternFromString("view")), undo(PyList_New(0));
+  PyObject* made = view.object && undo.object ? type->tp_alloc(type, 0) : nullptr;
+  if (!made) return nullptr;
   auto* self = as<Steps>(made);
+  self->undo = Py_NewRef(undo.object);
   self->plans = Py_NewRef(plans);
   self->by_id = Py_NewRef(by_id);
   self->freed = Py_NewRef(freed);
+  self->ahead = Py_NewRef(ahead);
   self->table = Py_NewRef(table);
-  self->view = view;
+  self->view = Py_NewRef(view.object);
   self->most = most;
   self->free_code = code;
+  self->most_ahead_nbytes = nbytes;
   return made;
 }
 
 PyMethodDef steps_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(steps_run)), METH_FASTCALL,
+    {"run", fast(steps_run), METH_FASTCALL,
      "Run plain commands; the position of the first that is not."},
+    {"ahead", fast(steps_ahead), METH_FASTCALL, "Compute some of what was not asked for; where that ends."},
+    {"read", fast(steps_read), METH_FASTCALL, "Bytes of a storage, or None."},
+    {"write", fast(steps_write), METH_FASTCALL, "Bytes into a new storage, or False."},
+    {"confirm", fast(steps_confirm), METH_FASTCALL, "It was asked for."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef steps_members[] = {
     {"ran", T_PYSSIZET, offsetof(Steps, ran), READONLY, "operations of the last run that have run"},
     {"failed", T_PYSSIZET, offsetof(Steps, failed), READONLY, "the position of the one that raised"},
+    {"spoiled", T_BOOL, offsetof(Steps, spoiled), READONLY, "what was computed ahead is not what it should be"},
+    {"undo", T_OBJECT, offsetof(Steps, undo), READONLY, "what was written ahead: (position, entry, what was in it)"},
+    {"ahead_nbytes", T_LONGLONG, offsetof(Steps, ahead_nbytes), 0, "of results that were not asked for"},
+    {"roomy", T_BOOL, offsetof(Steps, roomy), READONLY, "more may be computed ahead"},
+    {"stalled", T_BOOL, offsetof(Steps, stalled), READONLY, "what follows cannot be computed ahead, or not yet"},
     {nullptr, 0, 0, 0, nullptr}};
 
 PyType_Slot steps_slots[] = {

@@ -18,6 +18,9 @@ from dormouse.gpuserver.commands.oplist import Allowed
 from dormouse.gpuserver.commands.storages import EMBEDDING, MAX_STORAGES, HeldStorage, StorageTable
 from dormouse.schemas import stream as wire
 
+AHEAD_NBYTES: Final = 32 << 20
+"""Results that nobody has asked for yet take no more than so much. Meanwhile nothing is freed."""
+
 _ATTENTION: Final = "aten::scaled_dot_product_attention"
 _ENUMERATED: Final = (torch.dtype, torch.layout, torch.memory_format)
 _TENSOR, _SCALAR = 0, 1
@@ -36,7 +39,8 @@ class FastPath:
         module.bind(HeldStorage)
 
     def steps(self, plans: dict[int, Any], table: StorageTable) -> Any:
-        return self._module.Steps(plans, table.by_id, table.freed_persistent, table, MAX_STORAGES, wire.FREE)
+        known = plans, table.by_id, table.freed_persistent, table.ahead
+        return self._module.Steps(*known, table, MAX_STORAGES, wire.FREE, AHEAD_NBYTES)
 
     def plan(self, kernel: Kernel, device: torch.device) -> Any:
         """None if it is not plain."""

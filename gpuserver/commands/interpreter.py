@@ -6,7 +6,8 @@ calls it, one frame at a time, and what it returns are the replies to send. What
 written, and the first error is told at the next command that waits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -20,6 +21,7 @@ from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.replies import Replies, by_failure
 from dormouse.gpuserver.commands.running import OperationRunner
 from dormouse.gpuserver.commands.storages import CommandFailed, EndReport, HeldStorage, StorageFailure, StorageTable
+from dormouse.gpuserver.commands.templates import Templates
 from dormouse.schemas import stream as wire
 
 __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "ProtocolViolation"]
@@ -55,6 +57,10 @@ FindFastPath = Callable[[], fast_path.FastPath | None]
 """Asked when a lease begins, until there is one: it may be built meanwhile."""
 
 
+_ANSWERED: Final = (wire.DOWNLOAD, wire.SYNC)
+"""Commands that read, and change nothing."""
+
+
 class Interpreter:
     """Plain operations are run by the fast path, once there is one, and all others by Python."""
 
@@ -68,16 +74,20 @@ class Interpreter:
         self._steps: Any = None
         self._plans: dict[int, Any] = {}  # of plain keys
         generators = Generators(device.torch_device, device.generator())
-        self._runner = OperationRunner(self.table, generators, device)
+        self._device = device
+        self._runner = OperationRunner(self.table, generators, device, self._relieve)
         self._replies = Replies(self._runner.late_fault)
         self._control = Control(
             device.activation_stats, arena, self.table, self._metas, generators, self._runner, self._replies
         )
+        free = self._control.handlers[wire.FREE]
+        self._templates = Templates(self.table, self._keys, self._runner, self._run, free, self._count)
         self._poisoned: dict[int, StorageFailure] = {}  # by storage, of the lease that ends
         self._serial, self._secret = 0, 0
         self._operations = 0  # in the current frame
         self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
             **self._control.handlers,
+            **self._templates.handlers,
             wire.RESULT_META: self._result_meta,
             wire.END: self._end,
             wire.FORGET_DEFS: self._forget_definitions,
@@ -102,6 +112,8 @@ class Interpreter:
             self._runner.guard.forget()
         if self._fast is None and (fast := self._find_fast()) is not None:
             self._fast, self._steps = fast, fast.steps(self._plans, self.table)
+            self._control.steps = self._steps
+            self._templates.compute_by(self._steps)
             for number, kernel in self._keys.items():
                 self._plan(number, kernel)
         self.resume()
@@ -124,13 +136,39 @@ class Interpreter:
         if number != replies.frame + 1 or self.ending is not None:
             raise ProtocolViolation(f"frame {brief(number)} does not follow frame {replies.frame}")
         replies.frame, replies.messages = number, []
-        self._operations = 0
+        for news in self._templates.news:
+            replies.give(*news)
+        self._templates.news.clear()
         with torch.inference_mode():
+            self._begin_frame()
             self._define(definitions)
             self._run(commands)
         if self.ending is None:
             replies.give(wire.ACK, serial, number)
+            self._templates.heard()
         return replies.messages
+
+    @property
+    def expecting(self) -> bool:
+        """Whether the instance is on its way to where it waits."""
+        return self._templates.expecting
+
+    def ahead(self) -> bool:
+        """Between frames: compute a little of what the instance will probably ask for; whether there may be more."""
+        with torch.inference_mode(), self._following():
+            return self._templates.ahead()
+
+    def _begin_frame(self) -> None:
+        with self._following():
+            self._templates.begin_frame()
+        self._operations = 0
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError) as error:
+            raise ProtocolViolation("what the instance follows is malformed") from error
 
     def report(self) -> EndReport:
         assert self.ending is not None, "report() follows an END"
@@ -167,6 +205,7 @@ class Interpreter:
     def abort(self) -> EndReport:
         """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
         forget."""
+        self._templates.abandon()
         report = self.table.end(keep=False)
         self.table.unbind(report.dirty)
         self._over()
@@ -175,6 +214,7 @@ class Interpreter:
     def close(self) -> None:
         """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
         self.table.by_id.clear()
+        self._templates.abandon()
         self._keys.clear()
         self._plans.clear()
         self._control.close()
@@ -184,6 +224,7 @@ class Interpreter:
         self._replies.error = None
         self._poisoned = {}
         self.ending = None
+        self._templates.abandon()
         self.pause()
 
     # --- frames
@@ -227,6 +268,8 @@ class Interpreter:
         keys, handlers = self._keys, self._handlers
         try:
             while position < end:
+                if self._templates.unsettled and (position := self._unsettled(commands, position)) == end:
+                    return
                 if self._plans and (position := self._plain(commands, position)) == end:
                     return
                 code = commands[position]
@@ -240,9 +283,24 @@ class Interpreter:
                 position = handler(commands, position + 1)
                 if self.ending is not None:
                     return
-        except (IndexError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             # Operations' own errors never come here: only our reading of operands does.
             raise ProtocolViolation("a command's operands are malformed") from error
+
+    def _unsettled(self, commands: list[Any], position: int) -> int:
+        """Commands that can be answered while results that were asked for are not confirmed yet, or while something was
+        written ahead: an answer comes first, and the books after it. Returns where others begin.
+        """
+        templates, handlers, end = self._templates, self._handlers, len(commands)
+        while position < end and templates.unsettled:
+            code = commands[position]
+            if code == wire.FREE:
+                position = templates.free(commands, position + 1)
+            elif code == wire.VALIDATED or (code in _ANSWERED and self.table.owed):
+                position = handlers[code](commands, position + 1)
+            else:
+                templates.settle()
+        return position
 
     def _plain(self, commands: list[Any], position: int) -> int:
         """Run what is plain from here on; returns where it ends."""
@@ -264,6 +322,13 @@ class Interpreter:
             failure = self._runner.raised(kernel, stored, error)
             self._poison(kernel, operands, commands[middle : middle + kernel.n_fresh], failure.failure, where)
             return middle + kernel.n_fresh
+
+    def _relieve(self) -> str | None:
+        """See `InterpreterDevice`. What was computed ahead goes first."""
+        if self._templates.guessing:
+            return "(what nobody has asked for makes no room)"
+        self._templates.drop()
+        return self._device.relieve()
 
     def _count(self, ran: int) -> None:
         self._operations += ran
@@ -328,6 +393,7 @@ class Interpreter:
 
     def _end(self, commands: list[Any], position: int) -> int:
         token, wait = commands[position : position + 2]
+        self._templates.leave()
         self.ending = EndRequest(token=count(token), wait=wait == wire.END_WAIT, acknowledge=wait != wire.END_QUIET)
         if (failure := self._replies.late_fault()) is not None:
             for stored in self.table.by_id.values():
@@ -336,6 +402,7 @@ class Interpreter:
         return position + 2
 
     def _forget_definitions(self, commands: list[Any], position: int) -> int:
+        self._templates.forget()
         self._metas.clear()
         self._keys.clear()
         self._plans.clear()

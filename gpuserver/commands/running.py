@@ -27,13 +27,15 @@ WROTE_UNDECLARED = "Inplace update to inference tensor"
 
 
 class OperationRunner:
-    def __init__(self, table: StorageTable, generators: Generators, device: Any) -> None:
+    def __init__(
+        self, table: StorageTable, generators: Generators, device: Any, relieve: Callable[[], str | None]
+    ) -> None:
         self.table = table
         self.ran = 0
         self._generators = generators
         self._emulated = EMULATED if table.device.type == "cpu" else {}
         self.guard = IndexGuard() if table.device.type == "cuda" else None  # else kernels look themselves
-        self._relieve: Callable[[], str | None] = device.relieve
+        self._relieve = relieve
         self._synchronize: Callable[[], None] = device.synchronize
         self.results = Results(table, self.with_relief)
 
@@ -55,6 +57,13 @@ class OperationRunner:
             return
         self.results.enter(kernel, prediction, output, values, stored, fresh)
 
+    def may_guess(self, kernel: Kernel) -> bool:
+        """Whether to run it changes nothing but that its results are there."""
+        op = kernel.op
+        if op is None or kernel.predicted is None or kernel.written or op.random or op.custom:
+            return False
+        return self.guard is None or op.base not in index_checks.RULES  # the guard remembers what it has seen
+
     def ask(self, kernel: Kernel, operands: list[Any], first: int) -> list[Any]:
         """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
         if kernel.written:
@@ -67,6 +76,7 @@ class OperationRunner:
 
     def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
         """Copy on write: what others share is copied before its first view is made."""
+        self.table.written()
         tensors = [operands[place] for place in kernel.tensors]
         changed = dict(kernel.predicted.changes) if kernel.predicted is not None else {}
         for index in kernel.written:
@@ -123,6 +133,8 @@ class OperationRunner:
         if kernel.kwargs:
             kwargs = {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()}
         args, kwargs = self._checked(kernel, op, args, kwargs)
+        if op.custom:
+            self.table.written()  # it may write, whatever its schema says
         self.ran += 1
         try:
             return self._invoke(kernel, args, kwargs)

@@ -137,6 +137,10 @@ class StorageTable:
         self.device = device
         self.by_id: dict[int, HeldStorage] = {}
         self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
+        self.ahead: dict[int, HeldStorage] = {}  # made by what nobody has asked for yet, see templates.py
+        self.owed: dict[int, HeldStorage] = {}  # the same, once all of it has been asked for
+        self.written: Callable[[], object] = lambda: None  # called before something is written
+        self.settled: Callable[[], object] = lambda: None  # nothing is ahead after that
         self._contains = contains
 
     def check_fresh(self, numbers: list[Any]) -> None:
@@ -188,7 +192,7 @@ class StorageTable:
                 self.freed_persistent[number] = None
 
     def get(self, number: Any) -> HeldStorage:
-        stored = self.by_id.get(number)
+        stored = self.by_id.get(number) or self.owed.get(number)
         if stored is None:
             text = f"storage {brief(number)} is not on this GPU: it was lost with a lease, or freed"
             known = number if type(number) is int else None
@@ -221,6 +225,7 @@ class StorageTable:
 
     def own(self) -> list[tuple[int, HeldStorage]]:
         """What the lease has made or changed, with its bytes."""
+        self.settled()
         own = [(n, s) for n, s in self.by_id.items() if s.error is None and (s.dirty or not s.persistent)]
         for _, stored in own:
             stored.bytes()

@@ -7,6 +7,7 @@ its own instance: they follow the turn. What is raised on an instance's behalf e
 unless it is the device's.
 """
 
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import msgpack
 import torch
 
 from dormouse.core.evidence import Evidence
+from dormouse.core.links.loan import Loan
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import FindFastPath, ProtocolViolation
@@ -32,6 +34,10 @@ from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Place
 
 T = TypeVar("T")
+
+AWAKE_S: Final = 0.002
+"""So long the compute thread stays awake for the next frame of a program that is about to send it: to wake it takes
+longer than most of its work."""
 
 STORY_LETTERS: Final = 4000
 """Of a traceback that goes to the log: its end, some dozen frames."""
@@ -228,6 +234,9 @@ class Compute:
                 loan.send(b"".join(run.replies))
             if (ended := run.ended) is not None:
                 break
+            if (ahead_s := self._go_ahead(serial, loan)) is None:
+                break
+            busy_s += ahead_s
             waited_s = time.monotonic()
             data = self.orders.next_frame(loan, self._turn_s)
             if data is None:
@@ -238,6 +247,24 @@ class Compute:
         if followed >= 0:
             self._post(e.Executed(serial, [], busy_s, self._use(), ended, followed, idle_s))
         self._post(Repaid(loan))
+
+    def _go_ahead(self, serial: int, loan: Loan) -> float | None:
+        """What the lease will probably ask for is computed until there is something else to do; for so many seconds.
+        None if that has ended its instance.
+        """
+        lease, began_s = self._leases.get(serial), time.perf_counter()
+        if lease is None or lease is not self._current or serial in self.orders.skipped:
+            return 0.0
+        name, interpreter = lease.instance.name, lease.instance.interpreter
+        self._evidence.enter(name)
+        while (more := self._guarded(name, interpreter.ahead)) and not self.orders.pressing(loan):
+            pass
+        self._evidence.leave()
+        busy_s = time.perf_counter() - began_s
+        deadline_s = time.perf_counter() + AWAKE_S
+        while interpreter.expecting and not self.orders.pressing(loan) and time.perf_counter() < deadline_s:
+            os.sched_yield()
+        return None if more is None else busy_s
 
     def _run(self, serial: int, data: bytes) -> FrameOutcome | None:
         """One frame; None if it is not to be run, or ends its instance."""

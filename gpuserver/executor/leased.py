@@ -104,7 +104,8 @@ class Leased:
     def transient_nbytes(self) -> int:
         """What it holds outside the pool, as far as its interpreter knows."""
         total = 0
-        for stored in self.instance.interpreter.table.by_id.values():
+        table = self.instance.interpreter.table
+        for stored in (*table.by_id.values(), *table.ahead.values()):
             if not stored.persistent and stored.error is None:
                 storage = stored.storage if stored.tensor is None else stored.tensor.untyped_storage()
                 total += storage.nbytes() if storage is not None else 0

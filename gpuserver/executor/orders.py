@@ -97,6 +97,12 @@ class Orders:
                 break
         return None
 
+    def pressing(self, loan: Loan) -> bool:
+        """Whether `next_frame` would return at once."""
+        if self.items.empty() and not loan.over and not loan.heard:
+            loan.read()
+        return not self.items.empty() or loan.over or bool(loan.heard)
+
     def _wait(self, loan: Loan, timeout_s: float) -> bool:
         """Until something can be read, or is given; False if time is up."""
         poll = select.poll()

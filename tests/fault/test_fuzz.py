@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import fuzz
 
-FRAMES = 18_000
+FRAMES = 20_000
 
 
 @pytest.mark.timeout(600)

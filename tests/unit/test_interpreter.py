@@ -10,60 +10,12 @@ import torch
 from fast_paths import built
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter_talk import F4, Talk, unary, values
 
-from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, ProtocolViolation
+from dormouse.gpuserver.commands.interpreter import ProtocolViolation
 from dormouse.gpuserver.commands.results import Results
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
-
-F4 = ["float32", [4], [1], 0, 0]
-
-
-class Device:
-    torch_device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.relief = 0
-        self.relieved = 0
-        self.lost = False
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator()
-
-    def relieve(self) -> str | None:
-        self.relieved += 1
-        return None if self.relief > 0 else "and nothing can be evicted"
-
-    def activation_stats(self) -> tuple[int, int, int]:
-        return 1, 2, 3
-
-    def synchronize(self) -> None:
-        if self.lost:
-            raise DeviceLost("cuStreamSynchronize: CUDA_ERROR_ASSERT (710)")
-
-
-class Talk:
-    """Frames to an interpreter that holds lease (1, 2)."""
-
-    def __init__(self, find_fast: FindFastPath = lambda: None) -> None:
-        self.device = Device()
-        self.arena = bytearray(4096)
-        self.interpreter = Interpreter(self.device, memoryview(self.arena), find_fast)
-        self.interpreter.begin(1, 2)
-        self.number = 0
-
-    def __call__(self, commands: list[Any], metas: list[Any] | None = None, keys: list[Any] | None = None) -> list[Any]:
-        self.number += 1
-        frame = msgpack.packb([1, 2, self.number, [metas or [], keys or []], commands])
-        return [msgpack.unpackb(reply) for reply in self.interpreter.execute(frame)]
-
-    def put(self, number: int, values: list[float]) -> None:
-        content = torch.tensor(values).numpy().tobytes()
-        self([wire.UPLOAD_INLINE, number, len(content), 0, content])
-
-    def get(self, number: int, meta: int = 0) -> Any:
-        replies = self([wire.DOWNLOAD, 99, number, meta, -1])
-        return replies[0]
 
 
 @pytest.fixture(params=["python", "fast"])
@@ -71,19 +23,10 @@ def talk(request: pytest.FixtureRequest) -> Talk:
     return Talk(built) if request.param == "fast" else Talk()
 
 
-def _unary(op: str, result: Any = 0) -> list[Any]:
-    return [op, [[wire.TENSOR, 0]], [], [[[wire.FRESH, result, 0]], [], False], "float32"]
-
-
-def _values(reply: Any) -> list[float]:
-    assert reply[0] == wire.VALUE, reply
-    return torch.frombuffer(bytearray(reply[2]), dtype=torch.float32).tolist()
-
-
 def test_a_command_runs(talk: Talk) -> None:
     talk.put(1, [-1.0, 2.0, -3.0, 4.0])
-    assert talk([0, 1, 2], [0, F4], [0, _unary("aten::relu")]) == [[wire.ACK, 1, 2]]
-    assert _values(talk.get(2)) == [0.0, 2.0, 0.0, 4.0]
+    assert talk([0, 1, 2], [0, F4], [0, unary("aten::relu")]) == [[wire.ACK, 1, 2]]
+    assert values(talk.get(2)) == [0.0, 2.0, 0.0, 4.0]
     assert talk.interpreter.operations_run == 1
 
 
@@ -105,12 +48,12 @@ def test_a_command_runs(talk: Talk) -> None:
 )
 def test_operations_that_are_not_allowed_fail_by_name(talk: Talk, op: str) -> None:
     talk.put(1, [1.0] * 4)
-    talk([0, 1, 2], [0, F4], [0, _unary(op)])
+    talk([0, 1, 2], [0, F4], [0, unary(op)])
     kind, _, name, text, where = talk.get(1)
     assert (kind, name) == (wire.FAILED, "NotImplementedError")
     assert op in text
     assert where == [2, 0, op]
-    assert _values(talk.get(1)) == [1.0] * 4
+    assert values(talk.get(1)) == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -218,7 +161,7 @@ def test_malformed_geometries_end_the_instance(talk: Talk, meta: Any) -> None:
 )
 def test_garbage_ends_the_instance(talk: Talk, commands: list[Any]) -> None:
     talk.put(1, [1.0] * 4)
-    talk([], [0, F4], [0, _unary("aten::relu")])
+    talk([], [0, F4], [0, unary("aten::relu")])
     with pytest.raises(ProtocolViolation):
         talk(commands)
 
@@ -258,16 +201,16 @@ def test_definitions_cannot_be_replaced(talk: Talk) -> None:
 
 def test_forgotten_definitions_may_be_defined_again_and_views_are_not_confused(talk: Talk) -> None:
     talk.put(1, [1.0, 2.0, 3.0, 4.0])
-    talk([0, 1, 2], [0, F4], [0, _unary("aten::neg")])
+    talk([0, 1, 2], [0, F4], [0, unary("aten::neg")])
     talk([wire.FORGET_DEFS])
     talk([], [0, ["float32", [2], [1], 2, 0]])
-    assert _values(talk.get(1)) == [3.0, 4.0]
-    assert _values(talk.get(2)) == [-3.0, -4.0]
+    assert values(talk.get(1)) == [3.0, 4.0]
+    assert values(talk.get(2)) == [-3.0, -4.0]
 
 
 def test_a_wrong_prediction_poisons(talk: Talk) -> None:
     talk.put(1, [1.0] * 4)
-    talk([0, 1, 2], [0, F4, 1, ["float32", [2, 2], [2, 1], 0, 0]], [0, _unary("aten::relu", result=1)])
+    talk([0, 1, 2], [0, F4, 1, ["float32", [2, 2], [2, 1], 0, 0]], [0, unary("aten::relu", result=1)])
     kind, _, _, text, _ = talk.get(1)
     assert kind == wire.FAILED
     assert "shape rule is wrong" in text
@@ -276,7 +219,7 @@ def test_a_wrong_prediction_poisons(talk: Talk) -> None:
 
 def test_a_result_that_aliases_an_operand_is_not_taken_for_a_fresh_one(talk: Talk) -> None:
     talk.put(1, [1.0] * 4)
-    talk([0, 1, 2], [0, F4], [0, _unary("aten::alias")])
+    talk([0, 1, 2], [0, F4], [0, unary("aten::alias")])
     assert "shape rule is wrong" in talk.get(1)[3]
 
 
@@ -285,8 +228,8 @@ def test_wrong_strides_are_repaired_and_counted(talk: Talk) -> None:
     square, transposed = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [2, 2], [1, 2], 0, 0]
     key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
     talk([0, 1, 2], [0, F4, 1, square, 2, transposed], [0, key])
-    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
-    assert _values(talk.get(2, 0)) == [1.0, 3.0, 2.0, 4.0]
+    assert values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    assert values(talk.get(2, 0)) == [1.0, 3.0, 2.0, 4.0]
     assert talk.interpreter.repaired_strides == 1
 
 
@@ -309,7 +252,7 @@ def test_a_repair_out_of_memory_is_relieved_and_else_the_functions_error(
     square, transposed = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [2, 2], [1, 2], 0, 0]
     key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
     talk([0, 1, 2], [0, F4, 1, square, 2, transposed], [0, key])
-    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    assert values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
     talk.device.relief = 0
     talk([0, 1, 3])
     kind, _, name, text, _ = talk.get(3, 2)
@@ -319,7 +262,7 @@ def test_a_repair_out_of_memory_is_relieved_and_else_the_functions_error(
 def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
     talk.put(1, [1.0] * 4)
     index = ["aten::select.int", [[wire.TENSOR, 0], 0, 77], [], [[[wire.FRESH, 0, 0]], [], False], "float32"]
-    talk([1, 1, 2, 0, 2, 3, 0, 3, 4], [0, F4], [0, _unary("aten::relu"), 1, index])
+    talk([1, 1, 2, 0, 2, 3, 0, 3, 4], [0, F4], [0, unary("aten::relu"), 1, index])
     assert talk.interpreter.operations_run == 1
     kind, _, name, _, where = talk.get(1)
     assert (kind, name, where) == (wire.FAILED, "IndexError", [2, 0, "aten::select.int"])
@@ -331,7 +274,7 @@ def test_a_sticky_error_that_torch_meets_first_loses_the_device(monkeypatch: pyt
     function's."""
     talk = Talk()
     talk.put(1, [1.0] * 4)
-    talk([], [0, F4], [0, _unary("aten::relu")])
+    talk([], [0, F4], [0, unary("aten::relu")])
     op = talk.interpreter._keys[0].op
     assert op is not None
 
@@ -372,7 +315,7 @@ def test_a_device_that_is_lost_before_a_write_is_no_functions_error(talk: Talk) 
 def test_out_of_memory_is_relieved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk()
     talk.put(1, [1.0] * 4)
-    talk([], [0, F4], [0, _unary("aten::relu")])
+    talk([], [0, F4], [0, unary("aten::relu")])
     op = talk.interpreter._keys[0].op
     assert op is not None
     calls = []
@@ -386,7 +329,7 @@ def test_out_of_memory_is_relieved_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(op, "call", call)
     talk.device.relief = 1
     talk([0, 1, 2])
-    assert _values(talk.get(2)) == [1.0] * 4
+    assert values(talk.get(2)) == [1.0] * 4
     assert (len(calls), talk.device.relieved) == (2, 1)
     talk.device.relief = 0
     calls.clear()
@@ -400,7 +343,7 @@ def test_ending_reports_what_changed(talk: Talk) -> None:
     for number, tensor in pool.items():
         talk.interpreter.table.bind(number, 16, tensor.untyped_storage)
     add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
-    talk([0, 7, 2.0, 1, 9, 20, wire.FREE, 1, 8, wire.END, 5, 1], [0, F4], [0, add, 1, _unary("aten::relu")])
+    talk([0, 7, 2.0, 1, 9, 20, wire.FREE, 1, 8, wire.END, 5, 1], [0, F4], [0, add, 1, unary("aten::relu")])
     assert talk.interpreter.ending is not None
     report = talk.interpreter.report()
     assert (report.dirty, report.created, report.freed, report.spoiled) == ([7], [(20, 16)], [8], [])
@@ -476,8 +419,8 @@ def test_what_was_made_before_a_pause_is_there_after_it(talk: Talk) -> None:
     talk.put(1, [1.0, -2.0, 3.0, -4.0])
     talk.interpreter.pause()
     talk.interpreter.resume()
-    assert talk([0, 1, 2], [0, F4], [0, _unary("aten::relu")]) == [[wire.ACK, 1, 2]]
-    assert _values(talk.get(2)) == [1.0, 0.0, 3.0, 0.0]
+    assert talk([0, 1, 2], [0, F4], [0, unary("aten::relu")]) == [[wire.ACK, 1, 2]]
+    assert values(talk.get(2)) == [1.0, 0.0, 3.0, 0.0]
 
 
 def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
@@ -492,7 +435,7 @@ def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
 
     for number in (7, 8):
         talk.interpreter.table.bind(number, 16, materialise(number))
-    talk([0, 7, 20, 0, 7, 21], [0, F4], [0, _unary("aten::relu")])
+    talk([0, 7, 20, 0, 7, 21], [0, F4], [0, unary("aten::relu")])
     assert asked == [7]
     talk.interpreter.table.unbind([7])
     assert talk.get(7)[0] == wire.FAILED
@@ -501,7 +444,7 @@ def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
 def test_an_aborted_lease_leaves_nothing(talk: Talk) -> None:
     talk.interpreter.table.bind(7, 16, torch.ones(4).untyped_storage)
     add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
-    talk([0, 7, 2.0, 1, 7, 20], [0, F4], [0, add, 1, _unary("aten::relu")])
+    talk([0, 7, 2.0, 1, 7, 20], [0, F4], [0, add, 1, unary("aten::relu")])
     assert talk.interpreter.abort().dirty == [7]
     assert talk.interpreter.table.by_id == {}
 
@@ -536,7 +479,7 @@ _tree = st.recursive(_leaf, lambda inner: st.lists(inner, max_size=6), max_leave
 def test_no_frame_does_anything_but_run_or_end_the_instance(commands: list[Any], definitions: Any) -> None:
     talk = Talk()
     talk.put(1, [1.0] * 4)
-    talk([], [0, F4], [0, _unary("aten::relu")])
+    talk([], [0, F4], [0, unary("aten::relu")])
     both: list[Any] = [[[], []], definitions]
     for defs in both:
         interpreter = talk.interpreter
@@ -555,6 +498,6 @@ def test_strides_that_lead_nowhere_are_not_repaired(talk: Talk) -> None:
     given, expected = ["float32", [2, 2, 1], [2, 1, 1], 0, 0], ["float32", [2, 2, 1], [2, 1, 2], 0, 0]
     key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
     talk([0, 1, 2], [0, F4, 1, given, 2, expected], [0, key])
-    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    assert values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
     assert talk.interpreter.table.view(talk.interpreter.table.get(2), talk.interpreter._metas[2]).stride() == (2, 1, 2)
     assert talk.interpreter.repaired_strides == 0

@@ -241,3 +241,15 @@ sys.modules["kept"] = [made, leaf]
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_cache_that_begins_with_nothing_is_not_waited_for(loopback: Any) -> None:
+    keys = torch.ones(2, 3).to(CUDA)
+    torch.cuda.synchronize()
+    waits = loopback.stream.answers.round_trips
+    cache = torch.cat([torch.tensor([], device=CUDA), keys], dim=-2)
+    cache = torch.cat([cache, keys], dim=-2)
+    assert loopback.stream.answers.round_trips == waits
+    assert cache.tolist() == [[1.0] * 3] * 4
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([torch.ones(0, 2, device=CUDA), keys])

@@ -1,0 +1,344 @@
+"""The sequence of commands that an instance follows, and what is computed ahead of it.
+
+A program mostly does what it did last time. Its instance tells such a sequence once, a template (template.py), later
+only how far its program has come in it: the program still runs, so nothing is guessed about what it does. What is ahead
+of it may be computed already, where that cannot be noticed: an operation whose operands are there, that draws no random
+numbers and writes nothing but the lease's own. Its results stay apart (`StorageTable.ahead`) until the program has come
+there, and what it has written is kept as it was; if the program goes elsewhere, the first are dropped, and the second
+is put back.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from msgspec import Struct
+
+from dormouse.gpuserver.commands.control import count
+from dormouse.gpuserver.commands.definitions import Kernel, ProtocolViolation, brief
+from dormouse.gpuserver.commands.running import OperationRunner
+from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageTable
+from dormouse.gpuserver.commands.template import Template, read
+from dormouse.schemas import stream as wire
+
+AHEAD_NS: Final = 50_000
+"""So long what is ahead is computed before anybody looks whether a frame has come."""
+
+
+class Followed(Struct):
+    """A template on its way: the program has come to ``validated``, and what is computed to ``reached``. Up to
+    ``confirmed`` results are the lease's own: where the program is, but while an answer is on its way.
+    """
+
+    template: Template
+    commands: list[Any]
+    confirmed: int
+    validated: int
+    reached: int
+    limit: int  # where it waits
+    stalled: bool = False  # by a command that cannot be computed ahead, or not yet
+    frees: list[list[Any]] = []  # of this frame, for what is not confirmed
+
+
+class Templates:
+    """Those of one instance. ``run``: what runs commands; ``free``: what runs a FREE, given the place behind its code;
+    ``counted``: told of operations that have run."""
+
+    def __init__(
+        self,
+        table: StorageTable,
+        keys: dict[int, Kernel],
+        runner: OperationRunner,
+        run: Callable[[list[Any]], None],
+        free: Callable[[list[Any], int], int],
+        counted: Callable[[int], None],
+    ) -> None:
+        self._steps: Any = None  # the library's, once there is one
+        self._undo: list[tuple[int, HeldStorage, torch.Tensor]] = []  # what was written ahead: where, and as it was
+        self.guessing = False  # what is computed now was not asked for
+        self.news: list[list[Any]] = []  # replies of no frame
+        self.compared = 0  # results, ever, see CHECK
+        self._runner = runner
+        self._table, self._keys, self._run, self._free, self._counted = table, keys, run, free, counted
+        table.written, table.settled = self.written, self.drop
+        self._known: dict[int, Template] = {}
+        self._words = 0  # in all of them
+        self._allowed = 0  # of words, for what is left of the frame
+        self._followed: Followed | None = None
+        self.handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
+            wire.TEMPLATE: self._define,
+            wire.FOLLOW: self._follow,
+            wire.VALIDATED: self._validated,
+            wire.LEAVE: self._leave,
+            wire.CHECK: self._check,
+        }
+
+    def compute_by(self, steps: Any) -> None:
+        self._steps, self._undo = steps, steps.undo
+
+    def forget(self) -> None:
+        """Definitions are void."""
+        self.leave()
+        self._known.clear()
+        self._words = 0
+
+    def abandon(self) -> None:
+        """The lease is over, and nobody asks for anything any more."""
+        self._table.ahead.clear()
+        self._undo.clear()
+        self._table.owed = {}
+        self._followed = None
+
+    def leave(self) -> None:
+        """The instance follows none."""
+        self.drop()
+        self.abandon()
+
+    def confirm(self) -> None:
+        """What was asked for is the lease's own."""
+        if self.owes:
+            assert self._followed is not None
+            self._confirm(self._followed)
+
+    def settle(self) -> None:
+        """Where the program is, all is as it says: before anything but VALIDATED looks. What was written ahead is as it
+        was, and nothing that was computed since is kept.
+        """
+        self.confirm()
+        if (followed := self._followed) is not None and self._undo:
+            self._drop(followed)
+
+    def drop(self) -> bool:
+        """What was computed ahead is computed again, if it is asked for. Whether there was any."""
+        self.confirm()
+        return self._followed is not None and self._drop(self._followed)
+
+    def _drop(self, followed: Followed) -> bool:
+        self._table.ahead.clear()
+        while self._undo:
+            _, stored, before = self._undo.pop()
+            _whole(stored.bytes()).copy_(before)
+        dropped = followed.reached > followed.confirmed
+        followed.reached = followed.confirmed
+        return dropped
+
+    def written(self) -> None:
+        """Something that what was computed ahead may have read."""
+        if self.drop():
+            assert self._followed is not None
+            self._followed.template.waits.add(self._followed.validated)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether the program is within a template."""
+        return (followed := self._followed) is not None and followed.validated < len(followed.commands)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether anything that can be looked at is not as the program says."""
+        return bool(self._undo) or self.owes
+
+    @property
+    def owes(self) -> bool:
+        """Whether the program has come to where nothing is confirmed yet."""
+        return self._followed is not None and self._followed.confirmed < self._followed.validated
+
+    def free(self, commands: list[Any], position: int) -> int:
+        """A FREE while something is not settled: it looks at nothing."""
+        if not self.owes:
+            return self._free(commands, position)
+        assert self._followed is not None
+        end = position + 1 + count(commands[position])
+        self._followed.frees.append(commands[position:end])
+        return end
+
+    # --- ahead of the program
+
+    def ahead(self) -> bool:
+        """Compute a little of what is ahead; whether there may be more to do. Under inference mode."""
+        followed = self._followed
+        if followed is None or self._steps is None:
+            return False
+        self.confirm()
+        if followed.stalled or followed.reached >= followed.limit:
+            return False
+        followed.reached = self._steps.ahead(followed.commands, followed.reached, followed.limit, AHEAD_NS)
+        followed.stalled = self._steps.stalled
+        if self._steps.spoiled:
+            self.drop()
+        elif followed.stalled and self._steps.roomy and followed.reached < followed.limit:
+            self._by_python(followed)
+            if followed.stalled:
+                self._tell(followed)
+        return not followed.stalled and followed.reached < followed.limit
+
+    def _tell(self, followed: Followed) -> None:
+        """The instance of a command at which the GPU waits for it."""
+        template, at = followed.template, followed.reached
+        if at not in template.stalls and len(template.stalls) < wire.MAX_STALLS:
+            template.stalls.add(at)
+            self.news.append([wire.STALLED, template.number, at])
+
+    def _confirm(self, followed: Followed) -> None:
+        """What was computed ahead has been asked for."""
+        at, end = followed.confirmed, followed.validated
+        self._table.owed = {}
+        while at < end:
+            at = self._steps.confirm(followed.commands, at, end)
+            self._counted(self._steps.ran)
+            if at < end:
+                at = self._confirm_by_python(followed.commands, at)
+        followed.confirmed = at
+        if self._undo:
+            self._steps.ahead_nbytes -= sum(before.nbytes for place, _, before in self._undo if place < at)
+            self._undo[:] = [each for each in self._undo if each[0] >= at]
+        for numbers in followed.frees:
+            self._free(numbers, 0)
+        followed.frees = []
+
+    def _confirm_by_python(self, commands: list[Any], at: int) -> int:
+        if commands[at] == wire.FREE:
+            return self._free(commands, at + 1)
+        kernel = self._keys[commands[at]]
+        end = at + 1 + kernel.n_operands + kernel.n_fresh
+        fresh = commands[end - kernel.n_fresh : end]
+        self._table.check_fresh(fresh)
+        for number in fresh:
+            stored = self._table.by_id[number] = self._table.ahead.pop(number)
+            self._steps.ahead_nbytes -= stored.nbytes
+        self._counted(1)
+        return end
+
+    def _by_python(self, followed: Followed) -> None:
+        """Compute one operation ahead that C++ leaves to Python."""
+        commands, table, at = followed.commands, self._table, followed.reached
+        kernel = self._keys.get(commands[at])
+        if kernel is None or not self._runner.may_guess(kernel):
+            return
+        middle = at + 1 + kernel.n_operands
+        operands, fresh = commands[at + 1 : middle], commands[middle : middle + kernel.n_fresh]
+        numbers = [operands[place] for place in kernel.tensors]
+        lent = {n: table.ahead[n] for n in numbers if n not in table.by_id and n in table.ahead}
+        if not all(n in table.by_id or n in lent for n in numbers) or any(n in table.ahead for n in fresh):
+            return
+        table.by_id |= lent
+        self.guessing, ran = True, self._runner.ran
+        try:
+            table.check_fresh(fresh)
+            self._runner.run(kernel, operands, fresh)
+        except (CommandFailed, ProtocolViolation, torch.OutOfMemoryError):  # they are met again when it is asked for
+            return
+        finally:
+            self.guessing, self._runner.ran = False, ran
+            for number in lent:
+                del table.by_id[number]
+        self._steps.ahead_nbytes += sum(table.by_id[number].nbytes for number in fresh)
+        table.ahead |= {number: table.by_id.pop(number) for number in fresh}
+        followed.reached, followed.stalled = middle + kernel.n_fresh, False
+
+    def begin_frame(self) -> None:
+        """What the last one has asked for is no part of the next."""
+        self.confirm()
+        self._allowed = wire.MAX_FOLLOWED_WORDS
+
+    def heard(self) -> None:
+        """A frame has been run: what was missing may be there now."""
+        if (followed := self._followed) is not None:
+            followed.stalled = False
+            waits = (place for place in followed.template.waits if place > followed.validated)
+            followed.limit = min(waits, default=len(followed.commands))
+
+    # --- commands, as in control.py
+
+    def _define(self, commands: list[Any], position: int) -> int:
+        number, words = commands[position : position + 2]
+        if type(number) is not int or number in self._known or type(words) is not list:
+            raise ProtocolViolation(f"template {brief(number)} is not a new number, or no list")
+        self._words += len(words)
+        most = wire.MAX_TEMPLATE_WORDS
+        if len(words) > most or len(self._known) >= wire.MAX_TEMPLATES or self._words > wire.MAX_TEMPLATES_WORDS:
+            raise ProtocolViolation("templates are too long or too many")
+        self._known[number] = read(number, words, self._keys)
+        return position + 2
+
+    def _follow(self, commands: list[Any], position: int) -> int:
+        number, base, at, olds = commands[position : position + 4]
+        template = self._known.get(number)
+        if template is None or type(at) is not int or at not in template.starts:
+            raise ProtocolViolation(f"template {brief(number)} was not defined, or does not begin there")
+        if type(olds) is not list or any(count(old) > count(base) for old in olds):
+            raise ProtocolViolation("storages that the lease had before are not from before")
+        self.leave()
+        self._spend(len(template.words))
+        instance = template.instance(base, olds)
+        self._followed = Followed(template, instance, at, at, at, at)
+        return position + 4
+
+    def _come(self, at: Any) -> Followed:
+        """The program has come to this place."""
+        followed = self._followed
+        if followed is None or type(at) is not int or at not in followed.template.starts or at < followed.validated:
+            raise ProtocolViolation(f"{brief(at)} is no place that the instance can have come to")
+        self._spend(at - followed.validated)
+        return followed
+
+    def _spend(self, words: int) -> None:
+        self._allowed -= words
+        if self._allowed < 0:
+            raise ProtocolViolation("a frame stands for more commands than a frame may")
+
+    def _validated(self, commands: list[Any], position: int) -> int:
+        at = commands[position]
+        followed = self._come(at)
+        if at > followed.reached:
+            followed.validated = followed.reached
+            self.confirm()
+            rest = followed.commands[followed.validated : at]
+            followed.confirmed = followed.validated = followed.reached = at
+            self._run(rest)
+        followed.validated = at
+        self._table.owed = self._table.ahead if followed.confirmed < at == followed.reached else {}
+        return position + 1
+
+    def _check(self, commands: list[Any], position: int) -> int:
+        """Run what the instance says, and compare: commands with those of the template, and results with those that
+        were computed ahead.
+        """
+        at, said = commands[position : position + 2]
+        followed = self._come(at)
+        if said != followed.commands[followed.validated : at]:
+            raise ProtocolViolation("the instance's commands are not those of the template that it follows")
+        self.confirm()
+        middle = min(at, followed.reached)
+        written = any(place >= middle for place, _, _ in self._undo)
+        ahead = {} if written else dict(self._table.ahead)
+        kept = {number: _whole(stored.bytes()).clone() for number, stored in ahead.items()}
+        self._drop(followed)
+        starts = sorted(start for start in followed.template.starts if followed.confirmed <= start <= middle)
+        followed.confirmed = followed.validated = followed.reached = at
+        for start, end in pairwise(starts):
+            command = followed.commands[start:end]
+            if command[0] == wire.FREE:
+                self._compare({number: kept.pop(number) for number in command[2:] if number in kept})
+            self._run(command)
+        self._compare({number: stored for number, stored in kept.items() if number in self._table.by_id})
+        self._run(followed.commands[middle:at])
+        return position + 2
+
+    def _compare(self, ahead: dict[int, torch.Tensor]) -> None:
+        for number, before in ahead.items():
+            stored = self._table.by_id[number]
+            self.compared += 1
+            if stored.error is not None or not torch.equal(before, _whole(stored.bytes())):
+                raise ProtocolViolation(f"storage {number} was computed ahead, and is something else")
+
+    def _leave(self, commands: list[Any], position: int) -> int:
+        self.leave()
+        return position
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes."""
+    whole: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole
