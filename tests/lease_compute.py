@@ -319,6 +319,7 @@ class Compute:
             lease.board = Board(lease.serial, missing)
             lease.coming |= missing
             self.world.later(partial(self.world.begin_copies, lease.board))
+            self.world.post(e.Begun(lease.serial))
         places = begin.places or {}
         for entry in tenant.manifest.entries if begin.places is not None else ():
             lease.offsets[entry.segment], nbytes = places[entry.segment]

@@ -97,7 +97,9 @@ class Leases:
                 first = self._events.popleft()
                 if isinstance(first, BeginWake | StopWake | WakeOver):
                     self.wakes.handle(first)
-                    continue
+                    if not isinstance(first, BeginWake):
+                        continue
+                    first = e.Begun(first.serial)
                 if isinstance(first, Repaid):
                     self._outside.take_back(first.loan)
                     continue

@@ -173,6 +173,12 @@ class Closed(Struct, frozen=True, gc=False):
     use: Use
 
 
+class Begun(Struct, frozen=True, gc=False):
+    """The compute thread has begun with this lease: from now on it can leave its seat, though it has given no frame."""
+
+    serial: int
+
+
 class Came(Struct, frozen=True, gc=False):
     """These segments have arrived, of a wake or by a plan's moves; or will not: ``lost``."""
 
@@ -260,6 +266,7 @@ Event = (
     | Heard
     | Expelled
     | WakeAsked
+    | Begun
     | Executed
     | Escaped
     | Unmapped

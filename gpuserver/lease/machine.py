@@ -136,6 +136,8 @@ class Machine:
                 seats.unmapped(state, event)
             case e.Came():
                 seats.came(state, event)
+            case e.Begun():
+                seats.begun(state, event)
             case e.Forgotten():
                 state.arrange(state.residency.retire(event.segments))
             case e.InstanceAttached():

@@ -182,6 +182,19 @@ def test_a_lease_is_not_asked_what_it_owns_before_it_has_begun() -> None:
     assert isinstance(answer, o.ComputeAnswer)
 
 
+def test_a_lease_that_has_begun_leaves_its_seat_though_it_has_given_no_frame() -> None:
+    """Its instance may be slow: who computes meanwhile was refused memory that was there."""
+    hand = Hand(turns=2)
+    hand.attach("a", 1)
+    hand.attach("b", 1, first=200)
+    hand.wake(1, "a")
+    hand.frame(1, 1, "a")
+    hand.wake(2, "b")
+    hand(m.Pause(serial=2))
+    hand(e.Begun(2))
+    assert [own.serial for own in of(o.Own, hand(e.Relieve(1, 0, 0)))] == [2]
+
+
 def test_a_seat_that_the_device_had_refused_comes_back() -> None:
     """Its model begins to come, is not told to, and is for ever on its way for others."""
     hand = Hand()
