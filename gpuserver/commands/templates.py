@@ -313,7 +313,10 @@ class Templates:
         middle = min(at, followed.reached)
         written = any(place >= middle for place, _, _ in self._undo)
         ahead = {} if written else dict(self._table.ahead)
-        kept = {number: _whole(stored.bytes()).clone() for number, stored in ahead.items()}
+        try:
+            kept = {number: _whole(stored.bytes()).clone() for number, stored in ahead.items()}
+        except torch.OutOfMemoryError:  # nothing to compare with
+            kept = {}
         self._drop(followed)
         starts = sorted(start for start in followed.template.starts if followed.confirmed <= start <= middle)
         followed.confirmed = followed.validated = followed.reached = at
