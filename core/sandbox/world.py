@@ -51,14 +51,13 @@ _PREPARE: Final = {"on": "prepare", "off": "prepare_unfollowed", "check": "prepa
 
 def worlds(config: "NodeConfig") -> dict[str, World]:
     """The worlds of a node, by the roles of their zygotes; the world of functions first."""
+    prepare = _PREPARE[config.gpu.templates] if config.gpu.fast_path else "prepare_python"
     functions = World(
         name=FUNCTIONS,
         python=config.sandbox.python or sys.executable,
         modules=("dormouse.client_shim.instance.warm",),
         libraries=config.sandbox.warm,
-        prepare=f"dormouse.client_shim.torch_face.install:{_PREPARE[config.gpu.templates]}"
-        if config.gpu.fast_path
-        else "dormouse.client_shim.torch_face.install:prepare_python",
+        prepare=f"dormouse.client_shim.torch_face.install:{prepare}",
         entry="dormouse.client_shim.instance.runner:run_instance",
     )
     return {world.role: world for world in (functions, *config.start.worlds)}

@@ -205,7 +205,6 @@ class Interpreter:
     def abort(self) -> EndReport:
         """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
         forget."""
-        self._templates.abandon()
         report = self.table.end(keep=False)
         self.table.unbind(report.dirty)
         self._over()

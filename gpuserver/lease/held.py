@@ -61,7 +61,6 @@ class HeldLease:
     begun: bool = False  # the compute thread knows of it
     frames: int = 0  # given to the compute thread, not executed
     used: bool = False  # there was a frame
-    ran: bool = False  # and one has been executed
     reached: bool = False  # the compute thread has begun with it
     refused: str = ""  # why its model is not here
     copies: bool = False  # a wake brings something

@@ -214,7 +214,7 @@ def _stepped(state: MachineState, books: RuntimeBooks, speaker: HeldLease, step:
         preloads.give_up(state)
     lease = growth.seated(state, books) or speaker
     _meter(state, books, lease, step)
-    lease.ran = lease.used = True
+    lease.reached = lease.used = True
     lease.since_s = state.now_s
     if lease.state is LeaseState.RUNNING:
         may_be_anothers(state, lease, rests=not step.busy_us)

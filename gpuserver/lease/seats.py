@@ -111,7 +111,7 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     """
     paused = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_leave(state, lease)]
     if asked is not None:  # the compute thread waits: what it has not begun with cannot leave
-        paused = [lease for lease in paused if lease.reached or lease.ran or not lease.begun]
+        paused = [lease for lease in paused if lease.reached or not lease.begun]
     if not paused:
         return False
     state.relieving = asked or state.relieving

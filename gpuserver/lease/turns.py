@@ -209,7 +209,7 @@ def executed(state: MachineState, event: e.Executed) -> None:
     if event.replies:
         state.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
-    lease.ran = True
+    lease.reached = True
     lease.busy_us += state.meter.busy(lease.instance, event.busy_s)
     lease.since_s = state.now_s - event.idle_s
     if event.ended is not None:

@@ -2,39 +2,20 @@
 
 import copy
 import gc
-import importlib.util
 import random
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from recorded_programs import CUDA, PROGRAMS
 
 from dormouse.client_shim.commands import recorder
 from dormouse.client_shim.commands.handles import cpp
 
-CUDA = torch.device("cuda", 0)
 BY_CPP = pytest.mark.parametrize("loopback", ["cpp"], indirect=True)
 FOLLOWED = recorder.TemplateSettings(seen=1, least_words=8)
-
-
-def _programs() -> Any:
-    """Those of test_recorded_alike.py."""
-    name = "dormouse_tests_recorded_alike"
-    if name not in sys.modules:
-        path = Path(__file__).parent / "test_recorded_alike.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name].PROGRAMS
-
-
-PROGRAMS = _programs()
 
 
 def _followed() -> tuple[int, int]:
@@ -86,7 +67,7 @@ def test_what_comes_again_is_followed_and_the_same(loopback: Any, name: str, che
         assert left == 0
         assert commands > 0 or name == "lstm"  # one command
         compared = _templates(world).compared
-        assert compared > 0 if checked and name not in ("lstm", "convolutions") else True
+        assert compared > 0 or not checked or name in ("lstm", "convolutions")  # few commands behind the first four
     finally:
         world.close()
 
