@@ -159,11 +159,12 @@ def test_what_was_there_before_is_as_the_program_says(talk: Talk, validated: int
 
 
 def test_an_error_is_that_of_the_command_that_is_asked_for(talk: Talk) -> None:
+    talk([RELU, 1, 40])  # operations count within a frame
     talk([wire.FOLLOW, 7, BASE, 0, [9]])
     assert _ahead(talk) == []
     talk([wire.VALIDATED, len(WORDS)])
     kind, _, name, text, where, storage = talk.get(13)
-    assert (kind, name, where, storage) == (wire.FAILED, "RuntimeError", [5, 0, "aten::relu"], 9)
+    assert (kind, name, where, storage) == (wire.FAILED, "RuntimeError", [6, 0, "aten::relu"], 9)
     assert "storage 9 is not on this GPU" in text
 
 
