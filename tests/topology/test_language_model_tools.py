@@ -30,8 +30,8 @@ SCHEMA: Final[dict[str, Any]] = {
     "additionalProperties": False,
 }
 FORMAT: Final[Any] = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
-HUGE: Final = {"type": "string", "pattern": "^(a{1000}){1000}$"}
-"""Its grammar is small, and what it may begin with is found out for seconds."""
+HUGE: Final = {"type": "string", "pattern": "^a{1000000}$"}
+"""Its grammar is small; the first mask takes a quarter of a second, well within the limit on a busy machine."""
 
 CITY: Final = {
     "type": "object",

@@ -129,7 +129,7 @@ def test_a_token_that_may_not_come_breaks_it() -> None:
         ({"$ref": "http://127.0.0.1/x"}, "http://127.0.0.1/x"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}, "cannot be used"),
         ({"type": "string", "pattern": "("}, "regex"),
-        ({"type": "string", "pattern": "^(a{1000}){1000}$"}, "cannot be used: lexer error: too many expressions"),
+        ({"type": "string", "pattern": "^a{1000000}$"}, "cannot be used: lexer error: too many expressions"),
         ({"type": "string", "pattern": "(" * 5000 + ")" * 5000}, "regex"),
         ({"type": "number", "minimum": 5, "maximum": 1}, "cannot be used"),
     ],

@@ -252,7 +252,7 @@ def test_slow_masks_of_an_answer_count_together(router: Router) -> None:
 
 
 def test_a_schema_that_breaks_its_grammar_on_the_way_is_a_mistake_of_who_sent_it(router: Router) -> None:
-    pattern = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    pattern = {"type": "string", "pattern": "^a{1000000}$"}
     text = grammar_of(None, None, {"type": "object", "properties": {"x": pattern}, "required": ["x"]}, {})
     assert text is not None
     kept, heard = Kept(router, text), list[Any]()
