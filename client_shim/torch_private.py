@@ -65,7 +65,14 @@ def keep_dynamo_out() -> None:
             wrapped: Any = cells["fn"].cell_contents
             with contextlib.suppress(AttributeError):
                 wrapped.__dynamo_disable = wrapped
-    _C._cuda_getCurrentRawStream = lambda device: 0  # which the compiler's modules import where there is a CUDA
+
+
+def let_compiler_import() -> None:
+    """Its modules import these where there is a CUDA: a CPU build lacks them, and the first needs a driver."""
+    _C._cuda_getCurrentRawStream = lambda device: 0
+    for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):
+        if not hasattr(_C, name):
+            setattr(_C, name, None)
 
 
 def untyped_storage(nbytes: int, device: str) -> torch.UntypedStorage:

@@ -172,8 +172,6 @@ def _install_refusals() -> None:
 
     patch(autograd, "backward", backward)
     patch(autograd, "grad", grad)
-    # An eager function gives the same answer; compiling it would need the device.
-    patch(torch, "compile", _compile)
     extension = refuse(
         "building a C++ or CUDA extension",
         "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.",
@@ -184,10 +182,3 @@ def _install_refusals() -> None:
             patch(module, name, extension)
 
     when_imported("torch.utils.cpp_extension", refuse_extensions)  # importing it here would slow every start
-
-
-def _compile(model: Any = None, **kwargs: Any) -> Any:
-    """`torch.compile(f)` and `@torch.compile(...)`: the function itself."""
-    if model is None:
-        return lambda function: function
-    return model

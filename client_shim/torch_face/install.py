@@ -17,6 +17,7 @@ from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face import (
+    compiled,
     cuda_face,
     factories,
     fast_paths,
@@ -54,6 +55,7 @@ def prepare(by_cpp: bool = True) -> None:
         composites.install()
         _registered = True
     cuda_face.install()
+    compiled.install()
     files.install()
     torchscript.install()
     fast_paths.install()

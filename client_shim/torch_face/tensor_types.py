@@ -32,13 +32,7 @@ def install() -> None:
     for name, dtype in NAMES.items():
         patch(torch.cuda, name, _type_of(name, dtype))
     tensor: Any = torch.Tensor
-    real_type, real_default = tensor.type, torch.set_default_tensor_type
-
-    def to_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        known = _cuda_type(dtype)
-        if known is not None:
-            return self.to("cuda", known)
-        return real_type(self, dtype, non_blocking, **kwargs)
+    real_default = torch.set_default_tensor_type
 
     def set_default_tensor_type(t: Any, /) -> None:
         known = _cuda_type(t)
@@ -53,6 +47,17 @@ def install() -> None:
 
     patch(tensor, "type", to_type)
     patch(torch, "set_default_tensor_type", set_default_tensor_type)
+
+
+_real_type: Any = torch.Tensor.type
+
+
+def to_type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """`Tensor.type`."""
+    known = _cuda_type(dtype)
+    if known is not None:
+        return self.to("cuda", known)
+    return _real_type(self, dtype, non_blocking, **kwargs)
 
 
 def _cuda_type(wanted: Any) -> torch.dtype | None:

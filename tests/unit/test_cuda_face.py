@@ -297,18 +297,6 @@ def test_what_cannot_work_says_why(loopback: Any) -> None:
         torch.ones(2, device=CUDA).pin_memory()
 
 
-def test_compile_is_eager(loopback: Any) -> None:
-    @torch.compile
-    def one(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    @torch.compile(mode="max-autotune")
-    def two(x: torch.Tensor) -> torch.Tensor:
-        return x + 2
-
-    assert two(one(torch.ones(1, device=CUDA))).item() == 4
-
-
 def test_weights_load_straight_to_cuda(loopback: Any, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors", reason="needs safetensors: make setup")
     from safetensors.torch import load_file, save_file

@@ -1,0 +1,65 @@
+"""`torch.compile`: PyTorch's compiler reads the function and guards what it has read; its operations are recorded.
+
+Dynamo needs no device: tensors of cuda:0 are plain ones to it, where C++ records. What it captures is operations, which
+are called one after the other, without the Python around them. Kernels are the executor's to choose, so the backends
+that make kernels end here; others, `eager` or a program's own, are called as they are.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dormouse import client_shim
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands.handles import cpp
+from dormouse.client_shim.patches import patch
+from dormouse.client_shim.torch_face.import_hooks import when_imported
+from dormouse.client_shim.torch_face.tensor_types import to_type
+
+_BACKENDS = ("_TorchCompileInductorWrapper", "_TorchCompileAOTInductorWrapper")
+
+
+def install() -> None:
+    patch(torch, "compile", _unless_python_records(torch.compile))
+    for name in _BACKENDS:
+        patch(torch, name, type(name, (getattr(torch, name),), {"__call__": _captured}))
+    torch_private.let_compiler_import()
+    when_imported("torch._dynamo.config", _go_on_without)
+    when_imported("torch._dynamo.trace_rules", _pass_over)
+
+
+def _captured(backend: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """The backend whose mode and options PyTorch has checked. They are about kernels."""
+    return graph.forward
+
+
+def _go_on_without(config: Any) -> None:
+    """A function that cannot be compiled is called as it is, and PyTorch logs why; with `fullgraph=True` it raises."""
+    patch(config, "suppress_errors", True)
+
+
+def _pass_over(rules: Any) -> None:
+    """Our own Python is not read, but called; one method of tensors can be in a graph."""
+    rules.add(client_shim.__name__)
+    rules._allowed_callable_ids.add(id(to_type))
+
+
+def _unless_python_records(real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile, **options)
+        if cpp.module is not None:
+            return real(model, **options)
+        warnings.warn(
+            "torch.compile: the function itself is called, because the part of Dormouse that records operations in C++ "
+            "is not built on this node, or turned off: dormouse doctor says why",
+            stacklevel=2,
+        )
+        return model
+
+    return compile
