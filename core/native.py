@@ -44,10 +44,10 @@ def library_path(source: Path, flags: Sequence[str]) -> Path:
     """Name of the built library: any change of torch, Python's platform, this machine's processor, the source or the
     headers beside it and here gives another one.
     """
-    processor = _processor() if "-march=native" in flags else ""
+    kind = processor() if "-march=native" in flags else ""
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")), *sorted(_HERE.glob("*.h")))]
     torch = version("torch")
-    key = "\0".join((torch, sysconfig.get_platform(), processor, " ".join(flags), *texts))
+    key = "\0".join((torch, sysconfig.get_platform(), kind, " ".join(flags), *texts))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return cache_directory() / f"{source.stem}-{torch}-{digest}.so"
 
@@ -192,7 +192,7 @@ def build_now(build: Callable[[], Path]) -> int:
     return 0
 
 
-def _processor() -> str:
+def processor() -> str:
     """What it can do, as the kernel says."""
     with open("/proc/cpuinfo") as file:
         return next((line for line in file if line.startswith("flags")), "")

@@ -45,6 +45,7 @@ Executor to instance, one or several of these in a message, one after the other:
                                          waiting command. where = [frame number, index of the operation, op] or None;
                                          storage: the one that was not there, only if that is the error
     [STALLED, template, position]        the command there is not computed ahead; once it is validated, others may be
+    [BUILT, digest, reason]              the graph is an operator now; or why it never will be
     [REFUSED, serial, reason, kind]      stale lease, protocol error, revoked: the lease is over for the instance; kind
                                          is "", or why others had to have its seat
 """
@@ -75,6 +76,7 @@ FOLLOW: Final = -16  # template, base, position, [storage, ...]: what comes is p
 VALIDATED: Final = -17  # position: run what the template that is followed has up to there
 LEAVE: Final = -18  # it is followed no more
 CHECK: Final = -19  # position, [command, ...]: VALIDATED, with the commands that these are: both ends compare
+GRAPH: Final = -20  # digest, definition: operations that may become one, see below; BUILT says when
 
 # With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a
 # fourth field, and a result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in
@@ -90,6 +92,13 @@ CHECK: Final = -19  # position, [command, ...]: VALIDATED, with the commands tha
 # but nobody can tell: other commands may come between, and run in the order of the stream.
 RELATIVE: Final = 1 << 40
 OLD: Final = -(1 << 42)
+
+# A graph is what `torch.compile` has captured: [[meta, ...], [node, ...], [value, ...]], packed: the geometries of its
+# inputs, its nodes, and which values are its outputs. Values are numbered: inputs first, then what nodes return.
+#
+#     node = [op, args, kwargs, default_dtype, [meta, ...]]     as in a key; [TENSOR, value]; no other operands
+#
+# The digest is that of the packed bytes. Once it is BUILT, "dormouse::graph_<digest>" is a custom operator.
 
 TENSOR: Final = 0
 SCALAR: Final = 1
@@ -116,6 +125,7 @@ VALUE: Final = 1
 FAILED: Final = 2
 REFUSED: Final = 3
 STALLED: Final = 4
+BUILT: Final = 5
 
 SEAT_LOST: Final = "seat_lost"
 """Kind of a REFUSED: others needed the GPU's memory, and what the lease had made has no place."""
@@ -160,6 +170,14 @@ MAX_FOLLOWED_WORDS: Final = 1 << 16
 """Bounds on templates per connection, on the numbers in one, and in all; on STALLED for one; and on the numbers that
 the FOLLOW and VALIDATED of a frame stand for."""
 
+MAX_GRAPHS: Final = 64
+MAX_GRAPH_NBYTES: Final = 1 << 18
+MAX_GRAPH_NODES: Final = 1 << 13
+"""Bounds on the graphs of a connection, and on the definition and the operations of one."""
+
+GRAPH_SCHEMA: Final = "dormouse::graph_{}(Tensor[] inputs) -> Tensor[]"
+"""Of the operator, by the graph's digest."""
+
 MAX_GENERATORS: Final = 64
 """Bound on `torch.Generator(device="cuda")` objects per instance."""
 
@@ -167,6 +185,10 @@ MAX_GENERATORS: Final = 64
 def digest(schema: str) -> str:
     """The digest of an operator's schema: both ends must have the same."""
     return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
+
+
+def graph_digest(definition: bytes) -> str:
+    return hashlib.blake2b(definition, digest_size=16).hexdigest()
 
 
 def replies(message: bytes) -> Iterator[list[Any]]:

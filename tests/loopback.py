@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from dormouse.client_shim.commands import handles, recorder
 from dormouse.client_shim.node.mapped_files import MIN_NBYTES
@@ -224,11 +225,12 @@ class LoopbackWorld:
         arena_nbytes: int = 8 << 20,
         by_cpp: bool = True,
         templates: recorder.TemplateSettings | None = None,
+        compiles: bool = False,
     ) -> None:
         """``by_cpp``: commands are recorded and run by C++, if that is built."""
         recorder.template_settings = templates or recorder.TemplateSettings()
         self.node = LoopbackNode(gpus, arena_nbytes, fast_path.load if by_cpp else lambda: None)
-        self.stream: Stream = install(self.node, UNCONNECTED, by_cpp)
+        self.stream: Stream = install(self.node, structs.replace(UNCONNECTED, compiles=compiles), by_cpp)
         self.by_cpp = handles.cpp.module is not None
 
     def hits(self) -> int:

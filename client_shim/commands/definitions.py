@@ -16,7 +16,7 @@ from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Call, Plan
 from dormouse.schemas import stream as wire
 
-BULKY_NBYTES: Final = 4096
+BULKY_NBYTES: Final = 8192
 """A command that may take more than this has frames of its own, so that a frame's worth of smaller ones always fits."""
 
 MAX_COMMAND_NBYTES: Final = wire.MAX_FRAME_NBYTES * 3 // 4
@@ -77,7 +77,7 @@ def define(plan: Plan, call: Call) -> None:
         if scalar and value is not None and not operation.scalars_in_key:
             operands.append(wire.SCALAR)
             return [wire.SCALAR]
-        return _plain(value)
+        return plain(value)
 
     args = [literal(value, index in operation.scalars) for index, value in enumerate(call.args)]
     kwargs: list[Any] = []
@@ -128,7 +128,7 @@ def _measure(plan: Plan, name: str, operands: int, host_nbytes: int) -> None:
             plan.shape = Plan.GENERAL
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, complex):

@@ -68,6 +68,8 @@ class StreamConnection:
         self._told_templates: dict[int, int] = {}  # lengths, by number
         self._new_templates: list[int] = []  # in the frame being filled
         self._told_changes = 0  # of settings of numerics
+        self._told_graphs: set[str] = set()  # by digest
+        self.graphs: dict[str, str] = {}  # what became of them: "" is built, else why it never will be
         self._metas: list[Any] = []
         self._keys: list[Any] = []
         self._settle = settle  # told of each acknowledged frame
@@ -150,6 +152,17 @@ class StreamConnection:
         self.commands += (wire.TEMPLATE, number, words)
         return True
 
+    def tell_graph(self, digest: str, definition: bytes) -> str | None:
+        """What became of it: "" is built, None is not known yet, else why it never will be."""
+        if digest not in self._told_graphs:
+            if len(self._told_graphs) >= wire.MAX_GRAPHS:
+                return f"at most {wire.MAX_GRAPHS} graphs of one instance are compiled"
+            self._told_graphs.add(digest)
+            self.flush()
+            self.commands += (wire.GRAPH, digest, definition)
+            self.flush()
+        return self.graphs.get(digest)
+
     def tell_numerics(self, numerics: InstanceNumerics) -> None:
         for command in numerics.since(self._told_changes):
             self.say(command)
@@ -190,6 +203,7 @@ class StreamConnection:
         self.told_keys.clear()
         self._told_metas.clear()
         self._told_templates.clear()
+        self._told_graphs &= self.graphs.keys()
         self._told_changes = 0
         self._knows_less()
 
@@ -278,6 +292,8 @@ class StreamConnection:
                     refused = lost(f"the GPU's executor refused this request's operations: {reason}")
             elif kind == wire.STALLED:
                 self.tape.stalls(*fields)
+            elif kind == wire.BUILT:
+                self.graphs[fields[0]] = fields[1]
             else:
                 self._values[fields[0]] = [kind, *fields[1:]]
         if refused is not None:

@@ -362,6 +362,12 @@ class Stream:
         with self.lock:
             return self._asked(self._ready(), command, *operands, covers=command == wire.SYNC)
 
+    def graph(self, digest: str, definition: bytes) -> str | None:
+        """See `StreamConnection.tell_graph`. None also where there is no lease."""
+        with self.lock:
+            connection = self._connection
+            return None if connection is None else connection.tell_graph(digest, definition)
+
     def answer_for_all(self) -> None:
         """Hear of all that was recorded under the lease, if some of it may have failed unheard. Raises the first error
         that nobody was told.

@@ -6,6 +6,7 @@ that make kernels end here; others, `eager` or a program's own, are called as th
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,19 @@ from torch import fx
 
 from dormouse import client_shim
 from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands.graphs import Captured, NotOne
 from dormouse.client_shim.commands.handles import cpp
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.torch_face.import_hooks import when_imported
+from dormouse.client_shim.torch_face.remote_tensor import world
 from dormouse.client_shim.torch_face.tensor_types import to_type
+from dormouse.schemas.messages import DeviceInfo
+
+
+class _CompilingNode:
+    compiles = False
+    """The node's executors compile graphs."""
+
 
 _BACKENDS = ("_TorchCompileInductorWrapper", "_TorchCompileAOTInductorWrapper")
 
@@ -34,7 +44,42 @@ def install() -> None:
 
 def _captured(backend: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The backend whose mode and options PyTorch has checked. They are about kernels."""
+    if not _CompilingNode.compiles or torch.is_grad_enabled():
+        return graph.forward
+    try:
+        return _Compiled(graph, Captured(graph, example_inputs))
+    except NotOne as reason:
+        _say(str(reason))
+    except Exception as error:  # whatever exporting it may raise
+        _say(f"it cannot be exported: {error}")
     return graph.forward
+
+
+class _Compiled:
+    """Operation by operation as long as it is not built, where it is computed."""
+
+    def __init__(self, graph: fx.GraphModule, captured: Captured) -> None:
+        self._graph, self._captured = graph, captured
+        self._operator = captured.operator()
+        self._refused = False
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        if not self._refused and world.stream is not None:
+            outcome = world.stream.graph(self._captured.digest, self._captured.definition)
+            if outcome == "":
+                return tuple(self._operator([*self._captured.constants, *inputs]))
+            if outcome is not None:
+                self._refused = True
+                _say(outcome)
+        return self._graph.forward(*inputs)
+
+
+def _say(reason: str) -> None:
+    print(f"torch.compile: a graph's operations are called one by one: {reason}", file=sys.stderr)
+
+
+def connect(device: DeviceInfo) -> None:
+    patch(_CompilingNode, "compiles", device.compiles)
 
 
 def _go_on_without(config: Any) -> None:

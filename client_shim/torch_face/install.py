@@ -106,6 +106,7 @@ def install(backend: Backend, device: DeviceInfo, by_cpp: bool = True) -> Stream
     """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
     prepare(by_cpp)
     cuda_face.connect(device)
+    compiled.connect(device)
     world.stream = Stream(backend)
     if cpp.module is not None:
         world.stream.connect()

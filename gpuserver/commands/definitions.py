@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 
 from dormouse.gpuserver.commands import operators
-from dormouse.gpuserver.commands.oplist import Allowed, allowed
+from dormouse.gpuserver.commands.oplist import Allowed, Misfit, allowed
 from dormouse.schemas import stream as wire
 
 MAX_DIMS: Final = 64
@@ -113,6 +113,10 @@ class Kernel:
         """Why this may not run, if so: an error's kind and text."""
         if self.op is None:
             return "NotImplementedError", operators.refusal(self.name)
+        try:
+            self.op = self.op.fitted(self)
+        except Misfit as error:
+            return "RuntimeError", str(error)
         given: dict[int | str, Any] = dict(enumerate(self.args))
         given.update(self.kwargs)
         for key in self.op.tensors & given.keys():

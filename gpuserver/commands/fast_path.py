@@ -71,7 +71,7 @@ def _planned(kernel: Kernel, device: torch.device) -> tuple[Any, ...]:
         raise NotPlain
     if device.type == "cuda" and op.base in index_checks.RULES:
         raise NotPlain
-    _expect_checked(kernel, op)
+    expect_checked(kernel, op)
     arguments, places = _arguments(kernel, op, device)
     operands = []
     tensors = iter(kernel.metas)
@@ -140,7 +140,7 @@ def _arguments(kernel: Kernel, op: Allowed, device: torch.device) -> tuple[list[
     return arguments, places
 
 
-def _expect_checked(kernel: Kernel, op: Allowed) -> None:
+def expect_checked(kernel: Kernel, op: Allowed) -> None:
     """The check that its kernel does not make has passed, whatever the tensors hold. Raises NotPlain."""
     check = operand_checks.CHECKS.get(op.base)
     if check is None:

@@ -86,7 +86,7 @@ class IndexGuard:
     """The index checks of one instance on one GPU."""
 
     def __init__(self) -> None:
-        self._bad: torch.Tensor | None = None  # one bool on the GPU: whether any index since the last look was wrong
+        self.found: torch.Tensor | None = None  # one bool on the GPU: whether any index since the last look was wrong
 
     def checked(self, rule: Rule, values: dict[str, Any], at_once: bool) -> dict[str, Any]:
         """The arguments, with indices that can be used. Raises IndexError if it is known now that one cannot."""
@@ -116,14 +116,18 @@ class IndexGuard:
             if bad.item():
                 raise IndexError(OUT_OF_RANGE)
             return index
-        self._bad = bad if self._bad is None else self._bad | bad
+        self.note(bad)
         return torch.where(inside, index, 0)
+
+    def note(self, bad: torch.Tensor) -> None:
+        """One bool on the GPU: whether an index was wrong."""
+        self.found = bad if self.found is None else self.found | bad
 
     def forget(self) -> None:
         """Nobody will ask any more."""
-        self._bad = None
+        self.found = None
 
     def fault(self) -> bool:
         """Whether any index since the last look was wrong; waits for the GPU if there was one to look at."""
-        bad, self._bad = self._bad, None
+        bad, self.found = self.found, None
         return bad is not None and bool(bad.item())

@@ -18,6 +18,7 @@ from dormouse.gpuserver.commands import fast_path
 from dormouse.gpuserver.commands.control import Control, count
 from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, ProtocolViolation, brief, expect
 from dormouse.gpuserver.commands.generators import Generators
+from dormouse.gpuserver.commands.graph_builds import InstanceGraphs
 from dormouse.gpuserver.commands.replies import Replies, by_failure
 from dormouse.gpuserver.commands.running import OperationRunner
 from dormouse.gpuserver.commands.storages import CommandFailed, EndReport, HeldStorage, StorageFailure, StorageTable
@@ -81,6 +82,7 @@ class Interpreter:
             device.activation_stats, arena, self.table, self._metas, generators, self._runner, self._replies
         )
         free = self._control.handlers[wire.FREE]
+        self._graphs = InstanceGraphs()
         self._templates = Templates(self.table, self._keys, self._runner, self._run, free, self._count)
         self._poisoned: dict[int, StorageFailure] = {}  # by storage, of the lease that ends
         self._serial, self._secret = 0, 0
@@ -88,6 +90,7 @@ class Interpreter:
         self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
             **self._control.handlers,
             **self._templates.handlers,
+            wire.GRAPH: self._graphs.want,
             wire.RESULT_META: self._result_meta,
             wire.END: self._end,
             wire.FORGET_DEFS: self._forget_definitions,
@@ -139,6 +142,8 @@ class Interpreter:
         for news in self._templates.news:
             replies.give(*news)
         self._templates.news.clear()
+        for outcome in self._graphs.outcomes():
+            replies.give(wire.BUILT, *outcome)
         with torch.inference_mode():
             self._begin_frame()
             self._define(definitions)

@@ -9,7 +9,7 @@ operands; those of a kernel through a pointer are not. A result that lies in an 
 """
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,13 @@ BUILT_IN: Final = frozenset(
 """Those that were looked at: `operand_checks.py` refuses operands with which they would leave their tensors."""
 
 _BUILT_IN_MODULES: Final = {"torchvision": "torchvision"}  # by namespace
+
+
+GRAPHS: Final = "dormouse::graph_"
+"""How operators begin that are graphs of an instance."""
+
+_find_graph: list[Callable[[str], Allowed | None]] = []
+"""Who has those that are built: `graph_builds.py`, once it is enabled."""
 
 
 class _Library:
@@ -62,8 +69,14 @@ def grant(operators: Iterable[str]) -> None:
         _granted[namespace] = module or namespace
 
 
+def graphs_are_of(find: Callable[[str], Allowed | None]) -> None:
+    _find_graph[:] = [find]
+
+
 def find(name: str) -> Allowed | None:
     """The operator of this name and digest, if it may run here. May import its library."""
+    if name.startswith(GRAPHS):
+        return next((found for find in _find_graph if (found := find(name)) is not None), None)
     library = _library(name)
     return library.operators.get(name) if library is not None else None
 

@@ -94,6 +94,10 @@ _ARGUMENTS: Final = _words("""
 _ENUMERATIONS: Final = ("ScalarType", "Layout", "MemoryFormat", "Device", "Generator")
 
 
+class Misfit(Exception):
+    """What a key gives an operator cannot be given to it: the text says why."""
+
+
 class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
@@ -131,6 +135,10 @@ class Allowed:
         # PyTorch takes None for any of these, and its kernels follow the pointer.
         self.tensors = self._keys(str(each.real_type) in ("Tensor", "List[Tensor]") for each in arguments)
         self.resizes = any(each.is_out for each in arguments) or "resize" in schema.name
+
+    def fitted(self, kernel: Any) -> "Allowed":
+        """As it is called with what this key gives it. Raises Misfit."""
+        return self
 
     def _keys(self, chosen: Iterable[bool]) -> frozenset[int | str]:
         """Positions and names of the chosen arguments: a call may give them either way."""

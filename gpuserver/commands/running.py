@@ -14,6 +14,7 @@ from dormouse.gpuserver.commands import index_checks, operand_checks
 from dormouse.gpuserver.commands.definitions import DEVICE, CheckedMeta, GeneratorHole, Kernel, ProtocolViolation
 from dormouse.gpuserver.commands.emulation import EMULATED
 from dormouse.gpuserver.commands.generators import Generators
+from dormouse.gpuserver.commands.graphs import GraphOperator
 from dormouse.gpuserver.commands.index_checks import IndexGuard
 from dormouse.gpuserver.commands.oplist import Allowed
 from dormouse.gpuserver.commands.results import Results, predicted
@@ -166,6 +167,8 @@ class OperationRunner:
                 problem = check(op.bound(args, kwargs))
                 if problem is not None:
                     raise CommandFailed(StorageFailure("RuntimeError", problem))
+            if self.guard is not None and isinstance(op, GraphOperator):
+                return args, {"guard": self.guard}
             if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
                 return [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
         except CommandFailed:

@@ -21,6 +21,8 @@ from typing import Any, Final
 if __name__ == "__main__":
     gc.disable()  # imports leave no garbage, and looking for it takes a tenth of torch's time
 
+from msgspec import structs
+
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.due_timer import DueTimer
@@ -32,7 +34,7 @@ from dormouse.core.links.loan import Loan
 from dormouse.core.native import EXECUTOR, RECORDER
 from dormouse.core.rate import SharedBuckets
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.commands import fast_path, operators, oplist
+from dormouse.gpuserver.commands import fast_path, graph_builds, operators, oplist
 from dormouse.gpuserver.device.allocator import ApproximateActivations
 from dormouse.gpuserver.device.opening import open_device
 from dormouse.gpuserver.device.protocol import DeviceError
@@ -76,6 +78,8 @@ class Executor(Actor):
         oplist.allowed()  # else the first request would wait until the table is made
         operators.grant(self.config.gpu.operators)
         self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
+        builds = graph_builds.of_config(self.config, self.device.torch_device)
+        graph_builds.enable(builds)
         self.device.on_lost = self._lost
         self.device.on_trouble = partial(self._threadsafe, self.trouble)
         if self.device.approximate:
@@ -120,7 +124,7 @@ class Executor(Actor):
         )
         self.controller.send(
             m.Hello(
-                info=self.device.info,
+                info=structs.replace(self.device.info, compiles=builds is not None),
                 pool=self.device.strategy,
                 reason=reason,
                 stats=self.leases.machine.stats(),
@@ -134,6 +138,7 @@ class Executor(Actor):
 
     async def stop(self) -> None:
         """Sockets only: the compute thread may never return from a kernel, and the process ends after this."""
+        graph_builds.enable(None)  # whose processes end
         for name in ("inbox", "controller", "store"):
             if hasattr(self, name):
                 getattr(self, name).close()

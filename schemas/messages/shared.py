@@ -213,6 +213,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True):
     capability: tuple[int, int]
     multiprocessors: int
     cuda: str = ""  # version that the executor's PyTorch was built for; "": none, the GPU is emulated
+    compiles: bool = False  # executors compile the graphs of `torch.compile`
 
 
 class HeldBytes(Message, frozen=True, kw_only=True):

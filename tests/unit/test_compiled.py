@@ -10,18 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from dormouse.client_shim.commands.handles import cpp
-
 CUDA: Final = "cuda"
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+_torch: Any = torch  # whose compile() has no types
+BY_CPP = pytest.mark.parametrize("loopback", ["cpp"], indirect=True)
+BY_PYTHON = pytest.mark.parametrize("loopback", ["python"], indirect=True)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+"""PyTorch's compiler meets its own."""
 
 
 @pytest.fixture
 def compiling(loopback: Any) -> Iterator[Any]:
     """C++ records."""
-    if not loopback.by_cpp:
-        pytest.skip("Python records")
+    assert loopback.by_cpp
     torch.compiler.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()
     torch._dynamo.utils.counters.clear()
     yield loopback
     torch.compiler.reset()
@@ -37,16 +39,18 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x).relu() * self.times
-        return y + 1 if torch.compiler.is_compiling() else y
+        found: torch.Tensor = y + 1 if torch.compiler.is_compiling() else y
+        return found
 
 
 def eager(model: Branching, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, model.linear.weight, model.linear.bias).relu() * model.times
 
 
+@BY_CPP
 def test_a_module_is_read_once_and_its_operations_are_called(compiling: Any) -> None:
     model = Branching().cuda().eval()
-    compiled = torch.compile(model)
+    compiled: Any = torch.compile(model)
     x = torch.randn(2, 3).cuda()
     for _ in range(4):
         assert torch.equal(compiled(x).cpu(), (eager(model, x) + 1).cpu())
@@ -55,6 +59,7 @@ def test_a_module_is_read_once_and_its_operations_are_called(compiling: Any) -> 
     assert torch.equal(model(x).cpu(), eager(model, x).cpu())
 
 
+@BY_CPP
 def test_a_module_is_compiled_in_place(compiling: Any) -> None:
     model = Branching().cuda()
     model.compile(mode="max-autotune")
@@ -62,6 +67,7 @@ def test_a_module_is_compiled_in_place(compiling: Any) -> None:
     assert torch.equal(model(x).cpu(), (eager(model, x) + 1).cpu())
 
 
+@BY_CPP
 def test_what_was_read_is_guarded(compiling: Any) -> None:
     model = Branching().cuda()
     compiled = torch.compile(model)
@@ -72,6 +78,7 @@ def test_what_was_read_is_guarded(compiling: Any) -> None:
     assert graphs() == 3, "one more for the other number, and one for all further sizes"
 
 
+@BY_CPP
 def test_a_graph_may_break_where_the_program_needs_a_value(compiling: Any) -> None:
     @torch.compile
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +90,7 @@ def test_a_graph_may_break_where_the_program_needs_a_value(compiling: Any) -> No
         assert function(x).tolist() == [(value + 1) * (2 if value > 0 else 3)] * 2
 
 
+@BY_CPP
 def test_one_graph_can_be_demanded(compiling: Any) -> None:
     @torch.compile(fullgraph=True)
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +101,7 @@ def test_one_graph_can_be_demanded(compiling: Any) -> None:
         function(torch.ones(2).cuda())
 
 
+@BY_CPP
 def test_what_is_written_and_drawn_is_as_in_eager(compiling: Any) -> None:
     def function(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         x[1:].add_(nn.functional.dropout(x[:-1], 0.5))
@@ -111,6 +120,7 @@ def test_what_is_written_and_drawn_is_as_in_eager(compiling: Any) -> None:
         assert torch.equal(ours, its)
 
 
+@BY_CPP
 @pytest.mark.parametrize(
     "function",
     [
@@ -127,20 +137,22 @@ def test_what_is_written_and_drawn_is_as_in_eager(compiling: Any) -> None:
 )
 def test_one_graph_holds_what_models_do(compiling: Any, function: Any) -> None:
     x = torch.tensor([3.0, -1.0, 2.0]).cuda()
-    assert torch.equal(torch.compile(function, fullgraph=True)(x).cpu(), function(x).cpu())
+    assert torch.equal(_torch.compile(function, fullgraph=True)(x).cpu(), function(x).cpu())
 
 
+@BY_CPP
 def test_autocast_is_in_the_graph(compiling: Any) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
             return x @ x
 
     x = torch.randn(3, 3).cuda()
-    found = torch.compile(function, fullgraph=True)(x)
+    found: Any = torch.compile(function, fullgraph=True)(x)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found.cpu(), function(x).cpu())
 
 
+@BY_CPP
 def test_other_backends_are_called_as_they_are(compiling: Any) -> None:
     seen = []
 
@@ -154,6 +166,7 @@ def test_other_backends_are_called_as_they_are(compiling: Any) -> None:
     assert seen == [[torch.device("cuda:0")]]
 
 
+@BY_CPP
 def test_mode_options_and_backends_that_there_are_not(compiling: Any) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x
@@ -166,6 +179,7 @@ def test_mode_options_and_backends_that_there_are_not(compiling: Any) -> None:
         torch.compile(function, backend="nosuch")(torch.ones(1).cuda())
 
 
+@BY_CPP
 def test_what_cannot_be_compiled_is_called_and_the_log_says_why(
     compiling: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +197,7 @@ def test_what_cannot_be_compiled_is_called_and_the_log_says_why(
     assert "no kernels today" in record.getMessage() + str(record.exc_info)
 
 
+@BY_CPP
 def test_threads_share_what_was_compiled(compiling: Any) -> None:
     model = Branching().cuda()
     compiled = torch.compile(model)
@@ -205,9 +220,8 @@ def test_threads_share_what_was_compiled(compiling: Any) -> None:
     assert graphs() == 1
 
 
+@BY_PYTHON
 def test_where_python_records_the_function_itself_is_called_and_a_warning_says_so(loopback: Any) -> None:
-    if cpp.module is not None:
-        pytest.skip("C++ records")
     with pytest.warns(UserWarning, match=r"torch\.compile: the function itself is called"):
         model = torch.compile(Branching())
     assert type(model) is Branching
