@@ -30,7 +30,7 @@ class NotOne(Exception):
 
 
 class Captured:
-    """A graph whose inputs are ``constants`` and what it is called with. It has ``n_outputs``."""
+    """A graph whose inputs are ``constants`` and what it is called with."""
 
     def __init__(self, graph: fx.GraphModule, inputs: list[Any]) -> None:
         """Raises NotOne."""
@@ -102,7 +102,8 @@ class Captured:
             _library.define(schema.partition("::")[2])
             _library.impl(name, self._shapes, "Meta")
         found: Any = getattr(torch.ops.dormouse, name)
-        return found.default  # type: ignore[no-any-return]
+        default: Callable[[list[torch.Tensor]], list[torch.Tensor]] = found.default
+        return default
 
     def _shapes(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype, device="meta") for meta in self._metas]

@@ -10,7 +10,6 @@ import hashlib
 import os
 import queue
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -233,8 +232,7 @@ def _build_apart(definition: bytes, path: Path, device: torch.device, threads: i
         if process.returncode:
             lines = said.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
             raise ConfigError(f"it cannot be compiled: {lines[-1][:500]}")
-        shutil.move(unfinished, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        os.replace(unfinished, path)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

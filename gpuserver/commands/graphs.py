@@ -105,9 +105,8 @@ class _Node:
         self._operands = [meta.number for meta in kernel.metas]
         if not isinstance(results, list):
             raise ProtocolViolation("a graph's operation without results")
-        self._results = len(results)
-        for meta, number in zip(results, numbers, strict=False):
-            metas[number] = CheckedMeta(number, meta)
+        self._results = [CheckedMeta(number, meta) for meta, number in zip(results, numbers, strict=False)]
+        metas.update((meta.number, meta) for meta in self._results)
 
     def call(self, values: list[torch.Tensor], guard: IndexGuard | None) -> list[torch.Tensor]:
         kernel = self._kernel
@@ -119,8 +118,10 @@ class _Node:
             args, kwargs = [], guard.checked(self._rule, kernel.op.bound(args, kwargs), at_once=False)
         result = self._op(*args, **kwargs)
         found = list(result) if isinstance(result, list | tuple) else [result]
-        if len(found) != self._results:
-            raise RuntimeError(f"{kernel.name} has returned {len(found)} tensors, and {self._results} were captured")
+        # Those that follow were checked with the sizes that the instance has named.
+        promised = [(meta.dtype, meta.size) for meta in self._results]
+        if [(each.dtype, each.size()) for each in found] != promised:
+            raise RuntimeError(f"{kernel.name} has not returned what was captured")
         return found
 
     def _special(self, value: Any) -> Any:

@@ -23,6 +23,7 @@ from dormouse.schemas import stream as wire
 
 CPU = torch.device("cpu")
 BY_CPP = pytest.mark.parametrize("loopback", ["cpp"], indirect=True)
+F2 = ["float32", [2], [1], 0, 0]
 I4 = ["int64", [4], [1], 0, 0]
 ROWS = ["float32", [9, 4], [4, 1], 0, 0]
 FOUND = ["float32", [4, 4], [4, 1], 0, 0]
@@ -216,10 +217,18 @@ def test_a_build_that_takes_too_long_is_ended(
 
 
 def test_a_graph_is_called_operation_by_operation() -> None:
-    graph = Graph(packed(ADD, ["aten::split.Tensor", [t(2), 2], [], "float32", [F4, F4]], outputs=[3, 4]), CPU)
+    graph = Graph(packed(ADD, ["aten::split.Tensor", [t(2), 2], [], "float32", [F2, F2]], outputs=[3, 4]), CPU)
     found, bad = graph.call([torch.ones(4), torch.arange(4.0)])
     assert [each.tolist() for each in found] == [[1, 2], [3, 4]]
     assert bad is None
+
+
+@pytest.mark.parametrize("named", [["float32", [5], [1], 0, 0], ["int32", [4], [1], 0, 0]])
+def test_values_are_what_the_instance_has_named(named: list[Any]) -> None:
+    """Else operations behind them would have been checked with sizes that they do not get."""
+    graph = Graph(packed([*ADD[:4], [named]]), CPU)
+    with pytest.raises(RuntimeError, match="has not returned what was captured"):
+        graph.call([torch.ones(4), torch.ones(4)])
 
 
 def test_on_cuda_a_wrong_index_is_seen_and_leads_nowhere() -> None:
