@@ -81,6 +81,19 @@ def _conversions(x: torch.Tensor) -> torch.Tensor:
     return _sums([mixed.float(), (rotated * rotated.conj()).real, x.to(torch.float64), x.type_as(mixed).float()])
 
 
+def _from_nothing(x: torch.Tensor) -> torch.Tensor:
+    there: dict[str, Any] = {"device": CUDA}
+    made = [torch.zeros(3, **there), torch.ones(2, 2, dtype=torch.int64, **there), torch.full((3,), 2.5, **there)]
+    made += [torch.arange(5, **there), torch.arange(2, 9, 3, **there), torch.arange(0, 1, 0.25, **there)]
+    made += [torch.arange(3, -2, -1.5, **there), torch.linspace(0, 1, 4, **there), torch.eye(3, **there)]
+    made += [torch.scalar_tensor(-7, **there), torch.tensor([1, 2], **there), torch.tril_indices(3, 3, **there)]
+    made += [torch.cat([torch.tensor([], **there), x.flatten()]), torch.empty(0, 3, **there) @ x[:3]]
+    made += [torch.empty(4, **there).copy_(x[0, :4]), torch.empty_strided((2, 3), (1, 2), **there).fill_(2)]
+    made += [torch.add(x, 1, out=torch.empty(6, 5, **there)), torch.empty(3, dtype=torch.int32, **there).add_(1)]
+    made += [torch.empty(2, 3, 4, 5, memory_format=torch.channels_last, **there).zero_(), torch.empty_like(x) * 0]
+    return _sums(made)
+
+
 X = torch.linspace(-2, 2, 30).reshape(6, 5)
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., Any], torch.Tensor]] = {
     "bert": (_bert, lambda model, ids: model(ids)[0], torch.arange(8).reshape(1, 8)),
@@ -90,5 +103,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., Any], torch.Tensor]] 
     "arithmetic": (lambda: None, lambda _, x: _arithmetic(x), X),
     "in place": (lambda: None, lambda _, x: _in_place(x), X),
     "shapes": (lambda: None, lambda _, x: _shapes(x), X),
+    "from nothing": (lambda: None, lambda _, x: _from_nothing(x), X),
     "conversions": (lambda: None, lambda _, x: _conversions(x), X),
 }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "blank.h"
 #include "recording.h"
 
 namespace {
@@ -115,14 +116,14 @@ void asked(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   }
 }
 
-// What a signature does not tell: whether storages exist, and whether a view lies in its.
+// What a signature does not tell: whether storages exist, or can be created here, and whether a view lies in its.
 bool may_be_followed(const Plan& plan, const Call& call) {
   for (const Result& result : plan.results) {
     if (result.kind == ALIAS && result.extent > storage_of(*call.tensors[result.number])->nbytes) return false;
   }
   if (plan.view) return true;
   for (const at::Tensor* tensor : call.tensors) {
-    if (!storage_of(*tensor)->id) return false;
+    if (!storage_of(*tensor)->id && !created(storage_of(*tensor))) return false;
   }
   return true;
 }
@@ -171,15 +172,19 @@ struct Quiet final : c10::WarningHandler {
 // The kernel of every operation on tensors of cuda:0.
 struct Kernel final : c10::OperatorKernel {
   std::shared_ptr<Operation> operation;
-  explicit Kernel(std::shared_ptr<Operation> described) : operation(std::move(described)) {}
+  Blank blank;  // or null
+  explicit Kernel(std::shared_ptr<Operation> described)
+      : operation(std::move(described)), blank(blank_for(*operation->schema)) {}
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
     constexpr auto COMPOSITE = c10::DispatchKey::CompositeExplicitAutograd;
     {
       const Gil gil;
       if (operation->schema != &handle.schema()) operation = described(handle);  // it was defined anew
+      if (enabled && blank && blank(*operation, stack)) return;
       if (followed(handle, operation.get(), stack)) return;
-      bool ours = !handle.hasKernelForDispatchKey(COMPOSITE) || (!enabled && operation->replaced);
+      bool ours = operation->factory || !handle.hasKernelForDispatchKey(COMPOSITE) ||
+          (!enabled && operation->replaced);
       const auto values = torch::jit::last(*stack, operation->schema->arguments().size());
       for (const IValue& value : values) ours = ours || is_ours(value);
       if (ours) {
@@ -211,14 +216,16 @@ struct Kernels {
   std::mutex noting;                                                    // libraries are loaded without the GIL, too
   std::vector<c10::OperatorName> due;                                   // operations without one, or with a later one
 
-  // What has no tensor argument has other kernels, in Python. Of a library's operations those that it writes in Python
+  // What has no tensor argument comes here if it has a kernel already, factories.py's. Of a library's operations those that it writes in Python
   // for any device run here; others have a kernel of ours, whatever it has for CUDA.
   void cover(const c10::OperatorName& name) {
     const auto handle = c10::Dispatcher::singleton().findSchema(name);
-    if (!handle || !takes_tensors(handle->schema())) return;
+    if (!handle) return;
+    const bool cuda = handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+    const bool factory = !takes_tensors(handle->schema());
+    if (factory && !cuda) return;  // Python has registered those that there are
     const size_t colons = name.name.find("::");
     const std::string space = name.name.substr(0, colons), base = name.name.substr(colons + 2);
-    const bool cuda = handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
     if (space == "aten") {
       if (handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !whole.count(base)) return;
       if (ALIASES.count(base)) return;
@@ -229,6 +236,7 @@ struct Kernels {
     }
     const std::shared_ptr<Operation> operation = described(*handle);
     operation->replaced = cuda;
+    operation->factory = factory;
     auto& library = libraries[space];
     if (!library) {
       library = std::make_unique<torch::Library>(

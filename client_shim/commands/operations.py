@@ -127,13 +127,14 @@ def _is_scalar(kind: str) -> bool:
 
 _operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow
 _handlers: dict[str, Handler] = {}  # by schema name
+_of_all_overloads: dict[str, Handler] = {}
 _pure: set[Handler] = set()
 _refused: dict[str, Handler] = {}  # by a word in the name; the last that fits
 
 
-def handler(*names: str, pure: bool = False) -> Callable[[Handler], Handler]:
+def handler(*names: str, pure: bool = False, overloads: bool = True) -> Callable[[Handler], Handler]:
     """Declare a function that takes these operations over from the general path. ``pure``: where it records the call,
-    that depends on nothing but the call's signature.
+    that depends on nothing but the call's signature. ``overloads``: names without one stand for all that they have.
     """
 
     def declare(function: Handler) -> Handler:
@@ -141,6 +142,8 @@ def handler(*names: str, pure: bool = False) -> Callable[[Handler], Handler]:
             _pure.add(function)
         for name in names:
             _handlers[f"aten::{name}"] = function
+            if overloads and "." not in name:
+                _of_all_overloads[f"aten::{name}"] = function
         return function
 
     return declare
@@ -159,7 +162,7 @@ def refuse(*words: str, text: str, way: str) -> None:
 
 def describe(op: Any) -> Operation:
     operation = Operation(op)
-    operation.handler = _handlers.get(operation.name) or _handlers.get(operation.name.split(".")[0])
+    operation.handler = _handlers.get(operation.name) or _of_all_overloads.get(operation.name.split(".")[0])
     operation.pure = operation.handler in _pure
     if operation.handler is None and operation.name.startswith("aten::"):
         operation.handler = next((_refused[word] for word in reversed(_refused) if word in operation.name), None)

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -78,6 +79,8 @@ struct Operation {
   bool numbers_by_position = false; // some of them have defaults, and may be left out with those behind
   size_t kwarg_only = 0;            // where they begin
   bool replaced = false;            // it had another kernel under the CUDA key, in Python
+  bool factory = false;             // it makes a tensor from no other
+  bool numbers_in_key = false;      // they decide the result's shape
   std::unordered_multimap<size_t, Entry> plans;
 };
 
@@ -86,6 +89,7 @@ auto& operations = *new std::unordered_map<const c10::FunctionSchema*, std::shar
 auto& plans_by_serial = *new std::unordered_map<int64_t, std::shared_ptr<Plan>>();
 int64_t last_plan = 0;
 auto& limits = *new std::vector<long double>();  // numbers.py
+auto& deciding = *new std::unordered_set<std::string>();  // operations whose numbers decide shapes: operations.py
 size_t planned = 0, most_plans = 60000, forgotten = 0;
 
 std::shared_ptr<Operation> described(const c10::OperatorHandle& handle) {
@@ -95,6 +99,7 @@ std::shared_ptr<Operation> described(const c10::OperatorHandle& handle) {
     found = std::make_shared<Operation>();
     found->schema = schema;
     found->kwarg_only = schema->arguments().size();
+    found->numbers_in_key = deciding.count(schema->name());
     for (size_t n = 0; n < schema->arguments().size(); n++) {
       const auto& argument = schema->arguments()[n];
       found->number.push_back(bare(argument.real_type())->kind() == c10::TypeKind::NumberType);
@@ -113,6 +118,7 @@ enum Tag : uint64_t {
 };
 
 struct Call {
+  bool numbers_in_key;
   Key key;
   c10::SmallVector<Operand, 6> operands;
   c10::SmallVector<const at::Tensor*, 6> tensors;
@@ -138,6 +144,12 @@ uint64_t magnitude(long double value, bool whole) {
   return static_cast<uint64_t>(value >= 0 || whole ? place : -2 - place);
 }
 
+uint64_t bits_of(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
 bool sign_number(Call& call, const IValue& value) {
   uint64_t kind = 0;
   long double size = 0;
@@ -158,7 +170,11 @@ bool sign_number(Call& call, const IValue& value) {
   const bool small = size >= 0 && size < 128;
   const uint64_t sign = size < 0 ? 1 << 13 : 0;
   call.key.push_back(IS_NUMBER | kind << 8 | (small ? 0 : (magnitude(size, whole) & 0xffff) << 16 | 1 << 12 | sign));
-  call.operands.push_back({nullptr, value});
+  if (call.numbers_in_key) {
+    call.key.push_back(whole ? static_cast<uint64_t>(static_cast<int64_t>(size)) : bits_of(value.toDouble()));
+  } else {
+    call.operands.push_back({nullptr, value});
+  }
   return true;
 }
 
@@ -211,11 +227,8 @@ bool sign(Call& call, const IValue& value, bool number) {
   } else if (value.isBool()) {
     call.key.push_back(IS_BOOL | static_cast<uint64_t>(value.toBool()) << 8);
   } else if (value.isDouble()) {
-    const double real = value.toDouble();
-    uint64_t bits;
-    std::memcpy(&bits, &real, sizeof(bits));
     call.key.push_back(IS_DOUBLE);
-    call.key.push_back(bits);
+    call.key.push_back(bits_of(value.toDouble()));
   } else if (value.isString()) {
     const std::string& text = value.toStringRef();
     call.key.push_back(IS_STRING | text.size() << 8);
@@ -231,11 +244,7 @@ bool sign(Call& call, const IValue& value, bool number) {
   } else if (value.isDoubleList()) {
     const auto list = value.toDoubleList();
     sign_length(call, IS_DOUBLES, list.size());
-    for (const double item : list) {
-      uint64_t bits;
-      std::memcpy(&bits, &item, sizeof(bits));
-      call.key.push_back(bits);
-    }
+    for (const double item : list) call.key.push_back(bits_of(item));
   } else if (value.isBoolList()) {
     const auto list = value.toBoolList();
     sign_length(call, IS_BOOLS, list.size());
@@ -265,10 +274,11 @@ std::pair<size_t, size_t> given(const c10::FunctionSchema& schema, size_t kwarg_
   return {positional, kwarg_only};
 }
 
-// Whether the call is one that plans may be kept of: with tensors of ours and plain literals. A Scalar that Python is
-// not given is no operand.
+// Whether the call is one that plans may be kept of: with tensors of ours, if any, and plain literals. A Scalar that
+// Python is not given is no operand.
 bool read(Call& call, const Operation& operation, c10::ArrayRef<IValue> values) {
   const auto& arguments = operation.schema->arguments();
+  call.numbers_in_key = operation.numbers_in_key;
   const size_t kwarg_only = operation.kwarg_only;
   const size_t positional =
       operation.numbers_by_position ? given(*operation.schema, kwarg_only, values).first : kwarg_only;
@@ -288,7 +298,7 @@ bool read(Call& call, const Operation& operation, c10::ArrayRef<IValue> values) 
       break;
     }
   }
-  return !call.tensors.empty();
+  return operation.factory || !call.tensors.empty();
 }
 
 }  // namespace

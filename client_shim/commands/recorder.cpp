@@ -184,8 +184,8 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   }
   if (frames != Py_None &&
       !PyArg_ParseTuple(
-          frames, "LLLLLL", &world.frame_commands, &world.eager_nbytes, &world.poll_mask, &world.free_batch,
-          &world.most_frees, &world.free_code)) {
+          frames, "LLLLLLL", &world.frame_commands, &world.eager_nbytes, &world.poll_mask, &world.free_batch,
+          &world.most_frees, &world.free_code, &world.blank_nbytes)) {
     return nullptr;
   }
   PyObject* before = reinterpret_cast<PyObject*>(world.tape);
@@ -199,13 +199,22 @@ PyObject* connect(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// enable(dispatch, packb, limits, hidden paths, names of what is kept whole, most plans)
+std::vector<std::string> texts_of(PyObject* tuple) {
+  std::vector<std::string> texts;
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(tuple); n++) {
+    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, n));
+    if (text) texts.emplace_back(text);
+  }
+  return texts;
+}
+
+// enable(dispatch, packb, limits, hidden paths, names of what is kept whole, and of what numbers decide, most plans)
 PyObject* enable(PyObject*, PyObject* arguments) {
-  PyObject *dispatch, *pack, *numbers, *paths, *whole;
+  PyObject *dispatch, *pack, *numbers, *paths, *whole, *decided;
   long long most;
   if (!PyArg_ParseTuple(
-          arguments, "OOO!O!O!L", &dispatch, &pack, &PyList_Type, &numbers, &PyTuple_Type, &paths, &PyTuple_Type,
-          &whole, &most)) {
+          arguments, "OOO!O!O!O!L", &dispatch, &pack, &PyList_Type, &numbers, &PyTuple_Type, &paths, &PyTuple_Type,
+          &whole, &PyTuple_Type, &decided, &most)) {
     return nullptr;
   }
   enabled = true;
@@ -218,16 +227,9 @@ PyObject* enable(PyObject*, PyObject* arguments) {
     if (PyLong_Check(limit)) limits.push_back(static_cast<long double>(PyLong_AsUnsignedLongLong(limit)));
     else limits.push_back(PyFloat_AsDouble(limit));
   }
-  hidden_paths.clear();
-  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(paths); n++) {
-    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(paths, n));
-    if (text) hidden_paths.emplace_back(text);
-  }
-  if (PyErr_Occurred()) return nullptr;
-  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(whole); n++) {
-    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(whole, n));
-    if (text) kernels.whole.insert(text);
-  }
+  hidden_paths = texts_of(paths);
+  for (std::string& name : texts_of(whole)) kernels.whole.insert(std::move(name));
+  for (std::string& name : texts_of(decided)) deciding.insert(std::move(name));
   if (PyErr_Occurred()) return nullptr;
   return guarded([&]() -> PyObject* {
     static auto* listening = new c10::RegistrationHandleRAII(

@@ -21,8 +21,13 @@ _KINDS: Final = {wire.FRESH: 0, wire.ALIAS: 1, wire.SAME: 2, wire.NOTHING: 3}
 
 def enable(module: Any, dispatch: Callable[..., Any], hidden: tuple[str, ...], most_plans: int) -> None:
     """Have it come first where PyTorch's dispatcher enters Python. What it has not seen, it asks of `dispatch`."""
-    module.enable(dispatch, msgpack.packb, numbers.LIMITS, hidden, tuple(composites.WHOLE), most_plans)
+    whole, deciding = tuple(composites.WHOLE), tuple(operations.DECIDED_BY_SCALARS)
+    module.enable(dispatch, msgpack.packb, numbers.LIMITS, hidden, whole, deciding, most_plans)
     cpp.module = module
+
+
+BLANK_NBYTES: Final = 1 << 20
+"""A storage without a value is created by an operation, zeros, if it is no larger."""
 
 
 class RecorderSettings(NamedTuple):
@@ -34,6 +39,7 @@ class RecorderSettings(NamedTuple):
     free_batch: int
     free_numbers: int
     free: int = wire.FREE
+    blank_nbytes: int = BLANK_NBYTES
 
 
 class TemplateSettings(NamedTuple):
@@ -94,7 +100,7 @@ def forget_plans() -> None:
 
 def offer(operation: Operation, plan: Plan, operands: list[Any]) -> None:
     """The plan of the call that Python is being asked of. `operands`: numbers, ids, and None for a storage without."""
-    if plan.shape == Plan.ASK or plan.tells or plan.bulky or plan.changes or operation.scalars_in_key:
+    if plan.shape == Plan.ASK or plan.tells or plan.bulky or plan.changes:
         return
     schema = operation.op._schema
     results = [(_KINDS[kind], meta, number) for kind, meta, number in plan.results]

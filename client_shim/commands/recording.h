@@ -24,7 +24,7 @@ struct World {
   PyObject *record = nullptr, *recorded = nullptr;  // of the stream
   PyObject *tell = nullptr, *flush = nullptr;       // likewise
   // RecorderSettings, in recorder.py
-  long long frame_commands, eager_nbytes, poll_mask, free_batch, most_frees, free_code;
+  long long frame_commands, eager_nbytes, poll_mask, free_batch, most_frees, free_code, blank_nbytes;
 };
 World world;
 auto& hidden_paths = *new std::vector<std::string>();  // call_sites.py

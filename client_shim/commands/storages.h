@@ -54,7 +54,7 @@ PyObject* storage_get_id(PyObject* object, void*) {
 }
 
 int storage_set_id(PyObject* object, PyObject* value, void*) {
-  const long long id = value ? PyLong_AsLongLong(value) : -1;
+  const long long id = value ? PyLong_AsLongLong(value) : 0;
   if (id == -1 && PyErr_Occurred()) return -1;
   as<Storage>(object)->id = id;
   return 0;

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from dormouse.client_shim import torch_dispatcher
 from dormouse.client_shim.commands import metas, operations
+from dormouse.client_shim.commands.operations import Operation
 from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import dispatch, record
 
@@ -24,13 +25,10 @@ WITH_CUDA_KERNELS: Final = ("tril_indices", "triu_indices", "_cudnn_init_dropout
 
 def install() -> None:
     torch_dispatcher.register_fallback(_fallback)
-    kernels: dict[str, Any] = {}
-    for name, schema in torch_dispatcher.aten_schemas().items():
-        if _is_factory(name, schema):
-            kernels[name] = partial(_make, torch_dispatcher.operation(name))
-    for name in (*WITHOUT_PYTHON_KEY, *WITH_CUDA_KERNELS):
-        kernels[name] = partial(_fallback, torch_dispatcher.operation(name))
-    torch_dispatcher.register_kernels(kernels)
+    made = [name for name, schema in torch_dispatcher.aten_schemas().items() if _is_factory(name, schema)]
+    operations.handler(*made, pure=True, overloads=False)(_make)
+    covered = (*made, *WITHOUT_PYTHON_KEY, *WITH_CUDA_KERNELS)
+    torch_dispatcher.register_kernels({name: partial(_fallback, torch_dispatcher.operation(name)) for name in covered})
 
 
 def _is_factory(name: str, schema: Any) -> bool:
@@ -50,9 +48,9 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(op, args, kwargs)
 
 
-def _make(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _make(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     metas.check_layout(kwargs.pop("layout", None))
     kwargs.pop("pin_memory", None)
     if (device := kwargs.get("device")) is not None:
         expect_first(device.index)
-    return record(operations.known().get(id(op)) or operations.describe(op), args, kwargs)
+    return record(operation, args, kwargs)

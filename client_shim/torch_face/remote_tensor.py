@@ -196,7 +196,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         ids = [operand.id if type(operand) is kind else operand for operand in operands]
     except AttributeError:
         for tensor in tensors:
-            current.create(storage_of(tensor))
+            create(storage_of(tensor))
         ids = [operand.id if type(operand) is kind else operand for operand in operands]
     if shape == Plan.FRESH:
         return wrap(remote_storage.born_storage(plan.fresh_nbytes[0], current.record(plan, ids)), plan.single)  # type: ignore[arg-type]
@@ -211,6 +211,21 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         current.answer_for_all()
         plan.succeeded(operation)
     return results
+
+
+def create(storage: RemoteStorage) -> None:
+    """Have the executor make a storage, before a command names it. A small one is made by an operation, which is
+    recorded like any.
+    """
+    if storage.born:
+        return
+    if storage.nbytes > recorder.BLANK_NBYTES:
+        stream().create(storage)
+        return
+    sizes = ((storage.nbytes,),)
+    made = storage_of(dispatch(torch.ops.aten.zeros.default, sizes, {"dtype": torch.uint8, "device": DEVICE}))
+    storage.id = made.id
+    del made.id
 
 
 def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:

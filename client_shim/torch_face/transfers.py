@@ -20,6 +20,7 @@ from dormouse.client_shim.torch_face.remote_tensor import (
     DEVICE,
     RemoteTensor,
     become,
+    create,
     dispatch,
     is_remote,
     record,
@@ -64,8 +65,7 @@ def download(source: RemoteTensor) -> torch.Tensor:
         if meta_of(source).bits:
             source = dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {})
         return download(source)
-    if not storage_of(source).born:
-        stream().create(storage_of(source))
+    create(storage_of(source))
     itemsize = meta.dtype.itemsize
     limit = stream().bulk.chunk_nbytes // itemsize
     if meta.is_dense():

@@ -65,6 +65,44 @@ def test_numbers_that_are_left_out_are_no_operands(loopback: Any) -> None:
 
 
 @BY_CPP
+def test_what_makes_a_tensor_from_nothing_does_not_reach_python(loopback: Any) -> None:
+    """Numbers that decide a size belong to the signature, of whatever type they are."""
+    made = []
+    for round_ in range(3):
+        before = cpp.module.counts()[1]
+        for end in (3, 4.0, 3.0, 2.5, 3):
+            made.append((torch.arange(end, device=CUDA), torch.arange(end)))
+        made.append((torch.full((2,), 1.5, device=CUDA), torch.full((2,), 1.5)))
+        made.append((torch.cat([torch.tensor([], device=CUDA), made[0][0]]), torch.cat([torch.tensor([]), made[0][1]])))
+        assert round_ < 2 or cpp.module.counts()[1] == before
+    for mine, real in made:
+        assert mine.dtype == real.dtype
+        assert torch.equal(mine.cpu(), real)
+
+
+@BY_CPP
+def test_an_empty_tensor_exists_when_a_command_names_it(loopback: Any) -> None:
+    """Its bytes are zero if they are few, and it dies as any."""
+    loopback.begin_lease()
+    table = loopback.node.executors[0].interpreter.table.by_id
+    small, large = torch.empty(5, device=CUDA), torch.empty(recorder.BLANK_NBYTES // 4 + 1, device=CUDA)
+    torch.cuda.synchronize()
+    before = len(table)
+    assert small.tolist() == [0.0] * 5
+    assert large.fill_(2).sum().item() == 2 * large.numel()
+    torch.cuda.synchronize()
+    assert len(table) == before + 2
+    with pytest.raises(NotImplementedError, match="dense"):
+        torch.empty(3, device=CUDA, layout=torch.sparse_coo)
+    for sizes, strides in (((-1,), (1,)), ((1 << 62, 1 << 62), (1, 1))):
+        with pytest.raises(RuntimeError):
+            torch.empty_strided(sizes, strides, device=CUDA)
+    del small, large
+    torch.cuda.synchronize()
+    assert len(table) == before
+
+
+@BY_CPP
 def test_a_number_that_a_dtype_has_not_is_told_at_the_call_each_time(loopback: Any) -> None:
     x = torch.ones(3, dtype=torch.int8, device=CUDA)
     for number in (1, 100, 27):
