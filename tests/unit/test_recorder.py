@@ -85,7 +85,12 @@ def test_an_empty_tensor_exists_when_a_command_names_it(loopback: Any) -> None:
     """Its bytes are zero if they are few, and it dies as any."""
     loopback.begin_lease()
     table = loopback.node.executors[0].interpreter.table.by_id
-    small, large = torch.empty(5, device=CUDA), torch.empty(recorder.BLANK_NBYTES // 4 + 1, device=CUDA)
+    large = torch.empty(recorder.BLANK_NBYTES // 4 + 1, device=CUDA)
+    for _ in range(4):
+        small = torch.empty(5, device=CUDA)
+        assert (small + 1).tolist() == [1.0] * 5
+        assert (small + 2).tolist() == [2.0] * 5
+    small = torch.empty(5, device=CUDA)
     torch.cuda.synchronize()
     before = len(table)
     assert small.tolist() == [0.0] * 5
