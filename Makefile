@@ -22,7 +22,7 @@ DOCS := $(VENV)/.docs-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
-.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-llm gpu-bundle docs dist check clean
+.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-llm gpu-speed gpu-bundle docs dist check clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
@@ -50,7 +50,7 @@ test-cuda-build:
 	  tests/unit/test_remote_tensor.py tests/unit/test_stream.py tests/unit/test_refusals.py tests/unit/test_autocast.py
 
 # What comes out is in build/gpu, and below the last heading of docs/gpu.md. The second call is for the papers' numbers.
-gpu gpu-papers gpu-more gpu-llm:
+gpu gpu-papers gpu-more gpu-llm gpu-speed:
 	@test -x "$$(command -v $(PYTHON_GPU))" || { echo '$(PYTHON_GPU) is not there: make $@ PYTHON_GPU=...'; exit 1; }
 	status=0; $(PYTHON_GPU) scripts/gpu --out build/$@ $(patsubst gpu-%,--%,$(filter-out gpu,$@)) || status=$$?; \
 	  test ! -f build/$@/report.md || $(PYTHON_GPU) scripts/gpu --record build/$@; exit $$status

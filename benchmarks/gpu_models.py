@@ -39,6 +39,27 @@ def bert(**sizes):
     length = min(512, model.config.max_position_embeddings)
     return model, lambda g: (torch.randint(0, model.config.vocab_size, (1, length), generator=g),)
 
+def mlp():
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers), lambda g: (torch.randn(1, 1024, generator=g),)
+
+def decoding(length):
+    import transformers
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0))
+            self.register_buffer("past", torch.randn(12, 2, 1, 12, length, 64))
+
+        def forward(self, ids):
+            cache = transformers.DynamicCache()
+            for layer, (key, value) in enumerate(self.past):
+                cache.update(key, value, layer)
+            return self.model(ids, past_key_values=cache).logits
+
+    return Step(), lambda g: (torch.randint(0, 50257, (1, 1), generator=g),)
+
 def small():
     layers = [layer for _ in range(4) for layer in (torch.nn.Conv2d(64, 64, 3, padding=1), torch.nn.ReLU())]
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(64 * 64, 2048)), \\
@@ -103,6 +124,8 @@ MODELS: Final = {
 }
 OTHERS: Final = {
     "BERT-large": "bert(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)",
+    "GPT-2-step": "decoding(128)",
+    "MLP": "mlp()",
     "small": "small()",
 }
 SEEDS: Final = (1, 2)
