@@ -43,7 +43,7 @@ bool make_empty(Geometry geometry, size_t arguments, torch::jit::Stack* stack) {
   }
   const int64_t nbytes = none ? 0 : (last + 1) * static_cast<int64_t>(c10::elementSize(geometry.dtype));
   if (nbytes > world.blank_nbytes) return false;
-  if (world.tape && world.tape->held_nbytes + nbytes > world.tape->watched_nbytes) return false;
+  if (!world.tape || world.tape->held_nbytes + nbytes > world.tape->watched_nbytes) return false;
   Owned storage(checked(storage_made(nbytes, 0)));
   at::Tensor made = tensor_made(storage_for(storage.object), geometry);
   torch::jit::drop(*stack, arguments);
