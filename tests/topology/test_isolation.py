@@ -19,7 +19,8 @@ WAYS: Final = """
 
     SECRET = 0x5EC2E7A9
     PATTERN = SECRET.to_bytes(4, "little")
-    SIZES = (10, 250, 1000, 5000, 20_000, 75_001, 1 << 18, 5 << 18)  # elements of four bytes
+    # elements of four bytes; what is empty and has at most 1 MiB is zeros for whoever made it, too
+    SIZES = (10, 250, 1000, 5000, 20_000, 75_001, 1 << 18, 3 << 17, 5 << 18)
     CUDA = {"dtype": torch.int32, "device": "cuda"}
 
     def load():
@@ -47,8 +48,8 @@ WAYS: Final = """
         out = torch.empty(n, **CUDA)
         torch.add(torch.ones(n // 2, **CUDA), 1, out=out[: n // 2])
         yield "out", out
-        yield "nonzero", whole(torch.ones(n // 2, device="cuda").nonzero())
         yield "storage", torch.empty(0, **CUDA).set_(torch.UntypedStorage(4 * n, device="cuda"))
+        yield "nonzero", whole(torch.ones(n // 2, device="cuda").nonzero())  # last: whose block it was has no secret
 
     def look(state, left):
         # in memory as it is, or each way in memory in which the secret has just been left
