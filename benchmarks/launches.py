@@ -56,7 +56,7 @@ def handle(model, request):
     before = cpp.module.counts()[0]
     return plain(model, request) | {"commands": cpp.module.counts()[0] - before}
 """
-BUILD_S: Final = 300.0  # so long a graph may take
+BUILD_S: Final = 90.0  # so long a graph may take
 
 BERT: Final = (
     "transformers.BertModel(transformers.BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=12, "
@@ -128,11 +128,13 @@ def alone_us(native: dict[str, Any], model: torch.nn.Module, rounds: int) -> dic
         world.close()
 
 
-def wait_for_build(node: TestNode, name: str) -> None:
-    """Until a forward is one command."""
+def is_built(node: TestNode, name: str) -> bool:
+    """Once a forward is one command; False if that does not come."""
     deadline_s = time.monotonic() + BUILD_S
     while node.result(name, {"seed": 0})["commands"] != 1:
-        assert time.monotonic() < deadline_s, f"{name} was not built"
+        if time.monotonic() > deadline_s:
+            return False
+    return True
 
 
 def main() -> None:
@@ -156,8 +158,8 @@ def main() -> None:
             there = native["build"]()
             for way, node in nodes.items():
                 node.deployed(name, text + (COMPILED if way == "compiled" else ""))
-            if args.compiled:
-                wait_for_build(nodes["compiled"], name)
+            if args.compiled and not is_built(nodes["compiled"], name):
+                print(f"{name} takes more than one command: its function's log says why")
             times: dict[str, list[float]] = {way: [] for way in (*nodes, "native")}
             for seed in range(rounds + WARM):
                 given = native["inputs"](seed)
