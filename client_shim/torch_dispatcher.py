@@ -37,6 +37,11 @@ def register_kernels(kernels: Mapping[str, Callable[..., Any]], key: str = "CUDA
                 library.impl(name, kernel, key)
 
 
+def fragment(namespace: str) -> Any:
+    """A library to which operations of a namespace can be added."""
+    return _library(namespace, "FRAGMENT")
+
+
 def full_name(schema: Any) -> str:
     """Namespace, name and overload."""
     return str(schema.name) + ("." + schema.overload_name if schema.overload_name else "")

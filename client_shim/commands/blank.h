@@ -9,7 +9,7 @@
 
 namespace {
 
-using Blank = bool (*)(const Operation& operation, torch::jit::Stack* stack);
+using Blank = bool (*)(torch::jit::Stack* stack);
 
 bool is_plain(at::ScalarType dtype) {
   switch (dtype) {
@@ -52,7 +52,7 @@ bool make_empty(Geometry geometry, size_t arguments, torch::jit::Stack* stack) {
 }
 
 // empty.memory_format(size, *, dtype, layout, device, pin_memory, memory_format)
-bool empty_rows(const Operation&, torch::jit::Stack* stack) {
+bool empty_rows(torch::jit::Stack* stack) {
   const auto values = torch::jit::last(*stack, 6);
   Geometry geometry;
   if (!values[0].isIntList() || !read_options(values.slice(1, 4), geometry.dtype)) return false;
@@ -70,7 +70,7 @@ bool empty_rows(const Operation&, torch::jit::Stack* stack) {
 }
 
 // empty_strided(size, stride, *, dtype, layout, device, pin_memory)
-bool empty_strided(const Operation&, torch::jit::Stack* stack) {
+bool empty_strided(torch::jit::Stack* stack) {
   const auto values = torch::jit::last(*stack, 6);
   Geometry geometry;
   if (!values[0].isIntList() || !values[1].isIntList() || !read_options(values.slice(2, 4), geometry.dtype)) return false;
@@ -80,7 +80,7 @@ bool empty_strided(const Operation&, torch::jit::Stack* stack) {
 }
 
 // copy_(self, source, non_blocking): of no bytes, from the CPU.
-bool copy_nothing(const Operation&, torch::jit::Stack* stack) {
+bool copy_nothing(torch::jit::Stack* stack) {
   const auto values = torch::jit::last(*stack, 3);
   const at::Tensor &target = values[0].toTensor(), &source = values[1].toTensor();
   if (!storage_of(target) || target.numel() || !source.defined() || !source.is_cpu()) return false;

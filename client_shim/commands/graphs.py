@@ -16,13 +16,13 @@ from torch import fx
 
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.definitions import plain
-from dormouse.client_shim.torch_dispatcher import full_name
+from dormouse.client_shim.torch_dispatcher import fragment, full_name
 from dormouse.schemas import stream as wire
 
 _SILENT: Final = ("aten::_assert_tensor_metadata", "aten::_assert_scalar")
 """They return nothing, and say what guards have checked."""
 
-_library: Any = torch.library.Library("dormouse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = fragment("dormouse")
 
 
 class NotOne(Exception):

@@ -181,7 +181,7 @@ struct Kernel final : c10::OperatorKernel {
     {
       const Gil gil;
       if (operation->schema != &handle.schema()) operation = described(handle);  // it was defined anew
-      if (enabled && blank && blank(*operation, stack)) return;
+      if (enabled && blank && blank(stack)) return;
       if (followed(handle, operation.get(), stack)) return;
       bool ours = operation->factory || !handle.hasKernelForDispatchKey(COMPOSITE) ||
           (!enabled && operation->replaced);

@@ -138,10 +138,7 @@ int64_t word_of(Tape* tape, int64_t id) {
 int64_t word_of(Tape* tape, const Operand& operand) {
   if (operand.tensor) return word_of(tape, storage_of(*operand.tensor)->id);
   if (!operand.number.isDouble()) return operand.number.isBool() ? operand.number.toBool() : operand.number.toInt();
-  const double value = operand.number.toDouble();
-  int64_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
+  return static_cast<int64_t>(bits_of(operand.number.toDouble()));
 }
 
 // How many storages that the lease had before are among these.
