@@ -6,6 +6,7 @@ each time.
 """
 
 import sys
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType
@@ -15,19 +16,21 @@ import torch
 Site = tuple[CodeType, int]
 
 HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_hidden: dict[CodeType, bool] = {}
+MAX_FILES = 1 << 14
+
+
+@lru_cache(MAX_FILES)
+def is_hidden(filename: str) -> bool:
+    return filename.startswith((*HIDDEN, "<"))
 
 
 def call_site(depth: int = 2) -> Site | None:
     """The nearest caller outside PyTorch and this package, `depth` frames up at least."""
     frame = sys._getframe(depth)
-    hidden = _hidden
     while frame is not None:
         code = frame.f_code
-        skip = hidden.get(code)
-        if skip is None:
-            skip = hidden[code] = code.co_filename.startswith(HIDDEN) or code.co_filename.startswith("<")
-        if not skip:
+        # By its file: code that torch.compile made holds constants that have no hash, and so has none itself.
+        if not is_hidden(code.co_filename):
             return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -113,6 +113,20 @@ def test_errors_name_the_operation_and_the_line(loopback: Any) -> None:
         total.cpu()
 
 
+def test_a_line_in_code_that_has_no_hash(loopback: Any) -> None:
+    """Such code is written by torch.compile: a dict is one of its constants."""
+
+    def blamed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, table)
+
+    code = blamed.__code__
+    blamed.__code__ = code.replace(co_consts=(*code.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(blamed.__code__)
+    with pytest.raises(IndexError, match=rf"line {code.co_firstlineno + 1}, in blamed"):
+        blamed(torch.ones(4, 2).to(CUDA), torch.tensor([9]).to(CUDA)).cpu()
+
+
 def test_shape_errors_are_raised_where_they_happen(loopback: Any) -> None:
     x = torch.ones(2, 3).to(CUDA)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
