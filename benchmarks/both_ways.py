@@ -52,6 +52,7 @@ SAME: Final = [[[wire.SAME, 0]], [], False]
 
 class Device:
     torch_device = torch.device("cpu")
+    capture = None
 
     def generator(self) -> torch.Generator:
         return torch.Generator()

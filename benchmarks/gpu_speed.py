@@ -1,8 +1,9 @@
 """How fast a function is beside native PyTorch on a GPU: Torpor's eight models, one token of GPT-2, a small MLP.
 
-Native eager, native `torch.compile(mode="reduce-overhead")`, and a function on a node three ways: its commands
-recorded, followed by templates, and compiled (``[gpu] compile``). Beside them Torpor's Figure 6: a message for each
-command, and to wait for each of them. All ways of a model alternate, and every answer is compared with native eager's.
+Native eager, native `torch.compile(mode="reduce-overhead")`, and a function on a node four ways: its commands
+recorded, followed by templates, captured as CUDA graphs, and compiled (``[gpu] compile``). Beside them Torpor's
+Figure 6: a message for each command, and to wait for each of them. All ways of a model alternate, and every answer is
+compared with native eager's.
 
 Times are the function's own, from the input on the host to the answer there; ``request`` is from the HTTP request to
 its answer. Compiling comes last, while there is time; all ways but Figure 6's are then measured anew beside it. `make
@@ -64,9 +65,14 @@ for line in sys.stdin:
 
 SECTION: Final = (
     '[gpu]\ncount = 1\ndevice = "cuda"\nmemory = "{memory}"\nactivations = "512MiB"\nthreads = 1\n'
-    'templates = "{templates}"\ncompile = {compiled}\n'
+    'templates = "{templates}"\ngraphs = "{graphs}"\ncompile = {compiled}\n'
 )
-NODES: Final = {"recorded": ("off", "false"), "replayed": ("on", "false"), "compiled": ("on", "true")}
+NODES: Final = {
+    "recorded": {"templates": "off", "graphs": "off", "compiled": "false"},
+    "replayed": {"templates": "on", "graphs": "off", "compiled": "false"},
+    "captured": {"templates": "on", "graphs": "on", "compiled": "false"},
+    "compiled": {"templates": "on", "graphs": "off", "compiled": "true"},
+}
 FIGURE_6: Final = ("unbatched", "synchronous")  # on the node of "recorded"
 EAGER: Final = "eager"
 REDUCED: Final = "reduce-overhead"
@@ -163,6 +169,7 @@ def goals_of(results: dict[str, dict[str, Any]]) -> list[Goal]:
     for name in results:
         goal(name, "recorded", EAGER, None)
         goal(name, "replayed", EAGER, 1.0)
+        goal(name, "captured", EAGER, 0.5 if name in LAUNCH_BOUND else None)
         goal(name, "compiled", EAGER, 0.5 if name in LAUNCH_BOUND else None)
         goal(name, "compiled", REDUCED, 1.2)
         for way in FIGURE_6:
@@ -186,10 +193,8 @@ def main(args: argparse.Namespace) -> None:
     models: list[Model] = []  # that work
     with ExitStack() as running:
         nodes = {
-            way: running.enter_context(
-                running_node(SECTION.format(memory=args.memory, templates=templates, compiled=compiled))
-            )
-            for way, (templates, compiled) in NODES.items()
+            way: running.enter_context(running_node(SECTION.format(memory=args.memory, **settings)))
+            for way, settings in NODES.items()
         }
         for name in args.models.split(","):
             model = Model(name, device)
@@ -197,7 +202,12 @@ def main(args: argparse.Namespace) -> None:
             try:
                 for node in nodes.values():
                     node.deployed(model.function, model.code)
-                ways = ("recorded", "replayed", *(FIGURE_6 if model.name in args.figure6.split(",") else ()))
+                ways = (
+                    "recorded",
+                    "replayed",
+                    "captured",
+                    *(FIGURE_6 if model.name in args.figure6.split(",") else ()),
+                )
                 tell(name, model.measure(ways, nodes, args.rounds))
                 models.append(model)
             except (RuntimeError, AssertionError) as error:  # the others are worth having

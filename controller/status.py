@@ -159,6 +159,7 @@ def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
         "copied_file_nbytes": counts.file_nbytes,
         "gpu_us": counts.gpu_us,
         "repaired": counts.repaired,
+        "replayed": counts.replayed,
         "gpus": dict(counts.gpus),
         "last_wake": _wake(counts.last_wake) if counts.last_wake is not None else None,
         "last_eviction": evicted(counts.last_eviction, scheduler.policy.eviction, now_s),

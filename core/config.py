@@ -108,6 +108,7 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     fast_path: bool = True  # C++ records operations, and runs plain ones, once it is built; false: Python
     templates: str = "on"  # "on" | "off" | "check": sequences of operations that come again are computed ahead of the
     # function; "check": each is also run as it comes, and compared, which costs several times as much
+    graphs: str = "auto"  # "auto" | "on" | "off": parts of them are captured as CUDA graphs; auto: on real GPUs
     compile: bool = False  # graphs of `torch.compile` are compiled by Inductor, and run in executors as one operator
     operators: tuple[str, ...] = ()  # custom ones that executors run: "LIBRARY", or "NAMESPACE:MODULE"
     seat_idle_ms: int = 600_000  # a language model without requests keeps its seat so long, if nobody needs the room

@@ -31,6 +31,7 @@ _SIZES: Final = (
 _CHOICES: Final = {
     "gpu.device": ("auto", "cuda", "host"),
     "gpu.templates": ("on", "off", "check"),
+    "gpu.graphs": ("auto", "on", "off"),
     "gpu.pool": ("auto", "regions", "pages", "buddy"),
     "sandbox.cgroups": ("auto", "off"),
     "node.tenants": ("one", "many"),

@@ -37,6 +37,7 @@ class Settings:
     concurrency: int = _set(1, "Requests in one instance, of an async handle().")
     batch: int = _set(0, "Requests of one handle_batch(), at most.", unset="one by one")
     batch_wait: str | int = _set(0, "How long a batch may wait for more.", kind="duration")
+    eager: bool = _set(False, "GPUs are given its operations one by one, and not as CUDA graphs.")
     env: dict[str, str] = _set(
         {}, "A variable that it sees. Several may be given.", kind="variables", metavar="NAME=VALUE"
     )

@@ -6,7 +6,7 @@ import msgpack
 import torch
 
 from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter
-from dormouse.gpuserver.device.protocol import DeviceLost
+from dormouse.gpuserver.device.protocol import Capture, DeviceLost
 from dormouse.schemas import stream as wire
 
 F4 = ["float32", [4], [1], 0, 0]
@@ -15,7 +15,8 @@ F4 = ["float32", [4], [1], 0, 0]
 class Device:
     torch_device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, capture: Capture | None) -> None:
+        self.capture = capture
         self.relief = 0
         self.relieved = 0
         self.lost = False
@@ -38,8 +39,8 @@ class Device:
 class Talk:
     """Frames to an interpreter that holds lease (1, 2)."""
 
-    def __init__(self, find_fast: FindFastPath = lambda: None) -> None:
-        self.device = Device()
+    def __init__(self, find_fast: FindFastPath = lambda: None, capture: Capture | None = None) -> None:
+        self.device = Device(capture)
         self.arena = bytearray(4096)
         self.interpreter = Interpreter(self.device, memoryview(self.arena), find_fast)
         self.interpreter.begin(1, 2)

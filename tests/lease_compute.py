@@ -481,7 +481,7 @@ class Compute:
         tenant.unbind(gone)
         dropped = [claim for claim in tenant.over() if claim not in claimed.values()]
         used = list(tenant.used)
-        self.ended = e.Ended(storages, claimed, freed, dropped, bool(dirty), bool(gone), used, 0, self.left)
+        self.ended = e.Ended(storages, claimed, freed, dropped, bool(dirty), bool(gone), used, e.Counts(), self.left)
         lease.writing = [n for n, _ in storages]
         if self.ended.over:
             self._forget(lease)
@@ -551,4 +551,4 @@ class Compute:
             tenant.unbind([*dirty, *freed, *spoiled])
         dropped, used = tenant.over(), list(tenant.used)
         self._forget(lease)
-        self.world.post(e.Closed(lease.serial, [], dropped, kept, used, 0, left, self._use()))
+        self.world.post(e.Closed(lease.serial, [], dropped, kept, used, e.Counts(), left, self._use()))

@@ -21,6 +21,7 @@ from dormouse.client_shim.torch_face.cuda_face import UNCONNECTED
 from dormouse.client_shim.torch_face.install import install, uninstall
 from dormouse.gpuserver.commands import fast_path
 from dormouse.gpuserver.commands.interpreter import EndReport, FindFastPath, Interpreter, ProtocolViolation
+from dormouse.gpuserver.device.protocol import Capture, computed_again
 from dormouse.schemas.messages import Lease
 
 _real_generator = torch._C.Generator
@@ -35,7 +36,8 @@ class LoopbackDevice:
 
     torch_device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, captures: bool) -> None:
+        self.capture: Capture | None = computed_again if captures else None
         self.relieved = 0
         self.relief: str | None = "nothing to evict"
 
@@ -58,7 +60,7 @@ class LoopbackExecutor:
 
     def __init__(self, node: "LoopbackNode") -> None:
         self.node = node
-        self.device = LoopbackDevice()
+        self.device = LoopbackDevice(node.captures)
         self.interpreter = Interpreter(self.device, node.arena, node.find_fast)
         self.frames: list[bytes] = []
         self.keep_frames = False
@@ -118,6 +120,8 @@ class LoopbackExecutor:
                 if self.interpreter.ending is not None:
                     for reply in self._end():
                         self._outbox.put(reply)
+                if self._inbox.empty() and self.interpreter.may_capture:
+                    self.interpreter.capture()
             except (ProtocolViolation, AssertionError) as error:
                 self.failure = error
                 self._outbox.put(b"\xc0")  # wakes a waiting client, which then fails
@@ -131,8 +135,14 @@ class LoopbackExecutor:
 class LoopbackNode:
     """The backend, the store, and the executors."""
 
-    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, find_fast: FindFastPath = fast_path.load) -> None:
-        self.find_fast = find_fast
+    def __init__(
+        self,
+        gpus: int = 1,
+        arena_nbytes: int = 8 << 20,
+        find_fast: FindFastPath = fast_path.load,
+        captures: bool = False,
+    ) -> None:
+        self.find_fast, self.captures = find_fast, captures
         self.memory = bytearray(arena_nbytes)
         self.arena = memoryview(self.memory)
         self.store: dict[int, bytearray] = {}
@@ -226,10 +236,13 @@ class LoopbackWorld:
         by_cpp: bool = True,
         templates: recorder.TemplateSettings | None = None,
         compiles: bool = False,
+        captures: bool = False,
     ) -> None:
-        """``by_cpp``: commands are recorded and run by C++, if that is built."""
+        """``by_cpp``: commands are recorded and run by C++, if that is built. ``captures``: sequences that come again,
+        too.
+        """
         recorder.template_settings = templates or recorder.TemplateSettings()
-        self.node = LoopbackNode(gpus, arena_nbytes, fast_path.load if by_cpp else lambda: None)
+        self.node = LoopbackNode(gpus, arena_nbytes, fast_path.load if by_cpp else lambda: None, captures)
         self.stream: Stream = install(self.node, structs.replace(UNCONNECTED, compiles=compiles), by_cpp)
         self.by_cpp = handles.cpp.module is not None
 

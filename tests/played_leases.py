@@ -160,7 +160,7 @@ class Played:
             case o.Close(serial=serial) if self.asks and serial not in self.owned:
                 self.closes.append(effect)
             case o.Close(serial=serial):
-                self.do(e.Closed(serial, [], [], [], [], 0, e.WakeRemains(), e.Use()))
+                self.do(e.Closed(serial, [], [], [], [], e.Counts(), e.WakeRemains(), e.Use()))
             case o.ComputeAnswer(value=value):
                 self.answers.append(value)
                 self.asks = False

@@ -100,6 +100,7 @@ class FunctionCounts:
     file_nbytes: int = 0  # of those copied: read from a file first
     gpu_us: int = 0
     repaired: int = 0  # results that an executor copied into the layout that the function had counted on
+    replayed: int = 0  # sections of sequences of operations that a GPU was given at once
     evicted: Counter[EvictedFor] = field(default_factory=Counter)  # times that an instance lost bytes on a GPU
     preloads: int = 0  # times that some of it was brought before anybody asked
     preloaded_nbytes: int = 0  # of those copied

@@ -241,6 +241,7 @@ class Inventory:
         counts.file_nbytes += done.file_nbytes
         counts.gpu_us += done.gpu_us
         counts.repaired += done.repaired
+        counts.replayed += done.replayed
         if done.copied_nbytes:
             wake = LastWake(gpu.number, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us)
             counts.woke(wake)

@@ -214,6 +214,8 @@ def status(context: CommandContext, name: str | None, all_: bool, check: bool, j
                  copied_nbytes copied_peer_nbytes copied_file_nbytes
                  repaired (results copied into another layout than the
                             GPU gave them)
+                 replayed (parts of sequences that the GPU was given at
+                            once, as CUDA graphs)
                  last_wake: gpu copied_nbytes host_nbytes peer_nbytes
                             file_nbytes wake_us
                  last_eviction: gpu ago_s nbytes for (whose request needed

@@ -36,7 +36,7 @@ class Control:
         self._generators, self._runner, self._replies = generators, runner, replies
         self.steps: Any = None  # the library's, once there is one
         self._on_cpu = table.device.type == "cpu"
-        self._settings: dict[str, list[Any]] = {}  # of numerics, the newest last
+        self.settings: dict[str, list[Any]] = {}  # of numerics, the newest last
         self._active = False  # torch's settings are this instance's
         self.handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
             wire.FREE: self._free,
@@ -55,7 +55,7 @@ class Control:
     def resume(self) -> None:
         """It is this instance's turn: torch has its settings."""
         self._active = True
-        self._apply(self._settings)
+        self._apply(self.settings)
 
     def pause(self) -> None:
         """It is not this instance's turn any more."""
@@ -209,8 +209,8 @@ class Control:
         name, values = commands[position : position + 2]
         NUMERICS.check(name, values)
         self._table.written()  # what was computed ahead was in others
-        self._settings.pop(name, None)
-        self._settings[name] = values
+        self.settings.pop(name, None)
+        self.settings[name] = values
         self._apply({name: values})
         return position + 2
 

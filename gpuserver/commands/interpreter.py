@@ -15,6 +15,7 @@ import msgpack
 import torch
 
 from dormouse.gpuserver.commands import fast_path
+from dormouse.gpuserver.commands.captures import CaptureCounts, Captures
 from dormouse.gpuserver.commands.control import Control, count
 from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, ProtocolViolation, brief, expect
 from dormouse.gpuserver.commands.generators import Generators
@@ -23,6 +24,7 @@ from dormouse.gpuserver.commands.replies import Replies, by_failure
 from dormouse.gpuserver.commands.running import OperationRunner
 from dormouse.gpuserver.commands.storages import CommandFailed, EndReport, HeldStorage, StorageFailure, StorageTable
 from dormouse.gpuserver.commands.templates import Templates
+from dormouse.gpuserver.device.protocol import Capture
 from dormouse.schemas import stream as wire
 
 __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "ProtocolViolation"]
@@ -30,6 +32,10 @@ __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Proto
 
 class InterpreterDevice(Protocol):
     """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the pool."""
+
+    @property
+    def capture(self) -> Capture | None:
+        """How sections of templates are captured; None: not at all."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -83,7 +89,8 @@ class Interpreter:
         )
         free = self._control.handlers[wire.FREE]
         self._graphs = InstanceGraphs()
-        self._templates = Templates(self.table, self._keys, self._runner, self._run, free, self._count)
+        self._captures = Captures(self.table, self._keys, self._control.settings, device.capture)
+        self._templates = Templates(self.table, self._keys, self._runner, self._run, free, self._count, self._captures)
         self._poisoned: dict[int, StorageFailure] = {}  # by storage, of the lease that ends
         self._serial, self._secret = 0, 0
         self._operations = 0  # in the current frame
@@ -117,6 +124,7 @@ class Interpreter:
             self._fast, self._steps = fast, fast.steps(self._plans, self.table)
             self._control.steps = self._steps
             self._templates.compute_by(self._steps)
+            self._captures.compute_by(fast, self._plans)
             for number, kernel in self._keys.items():
                 self._plan(number, kernel)
         self.resume()
@@ -162,6 +170,23 @@ class Interpreter:
         """Between frames: compute a little of what the instance will probably ask for; whether there may be more."""
         with torch.inference_mode(), self._following():
             return self._templates.ahead()
+
+    @property
+    def capture_counts(self) -> CaptureCounts:
+        return self._captures.counts
+
+    @property
+    def may_capture(self) -> bool:
+        return self._captures.wanted
+
+    def capture(self) -> None:
+        """While it is this instance's turn and nothing waits: capture what came again, a little of it."""
+        with torch.inference_mode():
+            self._captures.capture()
+
+    def drop_captured(self) -> bool:
+        """Whether that has made room."""
+        return self._captures.drop()
 
     def _begin_frame(self) -> None:
         with self._following():
@@ -219,6 +244,7 @@ class Interpreter:
         """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
         self.table.by_id.clear()
         self._templates.abandon()
+        self._captures.forget()
         self._keys.clear()
         self._plans.clear()
         self._control.close()
@@ -407,6 +433,7 @@ class Interpreter:
 
     def _forget_definitions(self, commands: list[Any], position: int) -> int:
         self._templates.forget()
+        self._captures.forget()
         self._metas.clear()
         self._keys.clear()
         self._plans.clear()

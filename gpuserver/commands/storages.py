@@ -141,7 +141,7 @@ class StorageTable:
         self.owed: dict[int, HeldStorage] = {}  # the same, once all of it has been asked for
         self.written: Callable[[], object] = lambda: None  # called before something is written
         self.settled: Callable[[], object] = lambda: None  # nothing is ahead after that
-        self._contains = contains
+        self.contains = contains
 
     def check_fresh(self, numbers: list[Any]) -> None:
         """Check the ids of new storages. Raises ProtocolViolation for a value that cannot be one."""
@@ -209,7 +209,7 @@ class StorageTable:
             if meta.extent > stored.nbytes:
                 text = f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}"
                 raise CommandFailed(StorageFailure("RuntimeError", text))
-            if self._contains is not None and stored.nbytes and not self._contains(stored.address, stored.nbytes):
+            if self.contains is not None and stored.nbytes and not self.contains(stored.address, stored.nbytes):
                 text = f"{stored.nbytes} bytes at {stored.address:#x} are no memory of this GPU that the executor knows"
                 raise CommandFailed(StorageFailure("RuntimeError", text))
             view = stored.views[meta.number] = tensor_on(storage, meta, self.device)
@@ -289,3 +289,9 @@ def tensor_on(storage: torch.UntypedStorage, meta: CheckedMeta, device: torch.de
     if meta.bits & 2:
         torch._C._set_neg(tensor, True)
     return tensor
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes."""
+    bytes: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return bytes

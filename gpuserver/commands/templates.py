@@ -5,7 +5,8 @@ only how far its program has come in it: the program still runs, so nothing is g
 of it may be computed already, where that cannot be noticed: an operation whose operands are there, that draws no random
 numbers and writes nothing but the lease's own. Its results stay apart (`StorageTable.ahead`) until the program has come
 there, and what it has written is kept as it was; if the program goes elsewhere, the first are dropped, and the second
-is put back.
+is put back. A section that the GPU has captured (captures.py) is computed as a whole, and becomes the lease's as a
+whole; where the program looks within it, its commands are run up to there instead.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from typing import Any, Final
 import torch
 from msgspec import Struct
 
+from dormouse.gpuserver.commands.captures import Captures, Replayed
 from dormouse.gpuserver.commands.control import count
 from dormouse.gpuserver.commands.definitions import Kernel, ProtocolViolation, brief
+from dormouse.gpuserver.commands.fast_path import AHEAD_NBYTES
 from dormouse.gpuserver.commands.running import OperationRunner
-from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageTable
+from dormouse.gpuserver.commands.sections import TemplateSection
+from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageTable, whole
 from dormouse.gpuserver.commands.template import Template, read
 from dormouse.schemas import stream as wire
 
@@ -28,17 +32,20 @@ AHEAD_NS: Final = 50_000
 
 class Followed(Struct):
     """A template on its way: the program has come to ``validated``, and what is computed to ``reached``. Up to
-    ``confirmed`` results are the lease's own: where the program is, but while an answer is on its way.
+    ``confirmed`` results are the lease's own: where the program is, but while an answer is on its way, and within a
+    section that was computed as a whole.
     """
 
     template: Template
     commands: list[Any]
+    start: int
     confirmed: int
     validated: int
     reached: int
     limit: int  # where it waits
     stalled: bool = False  # by a command that cannot be computed ahead, or not yet
-    frees: list[list[Any]] = []  # of this frame, for what is not confirmed
+    sections: list[TemplateSection] = []  # computed as a whole, and not confirmed
+    frees: list[list[Any]] = []  # for what is not confirmed
 
 
 class Templates:
@@ -53,13 +60,14 @@ class Templates:
         run: Callable[[list[Any]], None],
         free: Callable[[list[Any], int], int],
         counted: Callable[[int], None],
+        captures: Captures,
     ) -> None:
         self._steps: Any = None  # the library's, once there is one
         self._undo: list[tuple[int, HeldStorage, torch.Tensor]] = []  # what was written ahead: where, and as it was
         self.guessing = False  # what is computed now was not asked for
         self.news: list[list[Any]] = []  # replies of no frame
         self.compared = 0  # results, ever, see CHECK
-        self._runner = runner
+        self._runner, self._captures = runner, captures
         self._table, self._keys, self._run, self._free, self._counted = table, keys, run, free, counted
         table.written, table.settled = self.written, self.drop
         self._known: dict[int, Template] = {}
@@ -96,7 +104,7 @@ class Templates:
         self.abandon()
 
     def confirm(self) -> None:
-        """What was asked for is the lease's own."""
+        """What was asked for is the lease's own, but for a part of a section."""
         if self.owes:
             assert self._followed is not None
             self._confirm(self._followed)
@@ -106,28 +114,42 @@ class Templates:
         was, and nothing that was computed since is kept.
         """
         self.confirm()
-        if (followed := self._followed) is not None and self._undo:
+        if (followed := self._followed) is not None and self.unsettled:
             self._drop(followed)
 
     def drop(self) -> bool:
         """What was computed ahead is computed again, if it is asked for. Whether there was any."""
         self.confirm()
-        return self._followed is not None and self._drop(self._followed)
+        with torch.inference_mode():
+            return self._followed is not None and self._drop(self._followed)
 
     def _drop(self, followed: Followed) -> bool:
         self._table.ahead.clear()
+        followed.sections.clear()
         while self._undo:
             _, stored, before = self._undo.pop()
-            _whole(stored.bytes()).copy_(before)
+            whole(stored.bytes()).copy_(before)
         dropped = followed.reached > followed.confirmed
         followed.reached = followed.confirmed
+        if followed.confirmed < followed.validated:
+            self._captures.looked(followed.template, followed.validated)
+            self._run_to(followed, followed.validated)
         return dropped
+
+    def _run_to(self, followed: Followed, at: int) -> None:
+        """Where nothing is computed ahead: command by command."""
+        rest = followed.commands[followed.confirmed : at]
+        followed.confirmed = followed.validated = followed.reached = at
+        self._run(rest)
+        self._free_all(followed)
 
     def written(self) -> None:
         """Something that what was computed ahead may have read."""
         if self.drop():
             assert self._followed is not None
-            self._followed.template.waits.add(self._followed.validated)
+            template, at = self._followed.template, self._followed.validated
+            template.waits.add(at)
+            self._captures.looked(template, at)
 
     @property
     def expecting(self) -> bool:
@@ -163,15 +185,35 @@ class Templates:
         self.confirm()
         if followed.stalled or followed.reached >= followed.limit:
             return False
-        followed.reached = self._steps.ahead(followed.commands, followed.reached, followed.limit, AHEAD_NS)
+        if (replayed := self._replay(followed)) is not Replayed.NO:
+            followed.stalled = replayed is Replayed.NOT_YET
+            return not followed.stalled and followed.reached < followed.limit
+        limit = self._captures.next(followed.template, followed.reached, followed.limit)
+        followed.reached = self._steps.ahead(followed.commands, followed.reached, limit, AHEAD_NS)
         followed.stalled = self._steps.stalled
         if self._steps.spoiled:
             self.drop()
-        elif followed.stalled and self._steps.roomy and followed.reached < followed.limit:
+        elif followed.stalled and self._steps.roomy and followed.reached < limit:
             self._by_python(followed)
             if followed.stalled:
                 self._tell(followed)
         return not followed.stalled and followed.reached < followed.limit
+
+    def _replay(self, followed: Followed) -> Replayed:
+        """Compute the section that begins here, if there is one."""
+        section = self._captures.at(followed.template, followed.reached)
+        if section is None or section.end > followed.limit:
+            return Replayed.NO
+        if not self._table.ahead and not self._undo:
+            self._steps.ahead_nbytes = 0
+        room = AHEAD_NBYTES - self._steps.ahead_nbytes
+        replayed = self._captures.replay(followed.template, section, followed.commands, room)
+        if replayed is Replayed.YES:
+            fresh = (followed.commands[place] for place in section.results.values())
+            self._steps.ahead_nbytes += sum(self._table.ahead[number].nbytes for number in fresh)
+            followed.sections.append(section)
+            followed.reached = section.end
+        return replayed
 
     def _tell(self, followed: Followed) -> None:
         """The instance of a command at which the GPU waits for it."""
@@ -182,17 +224,33 @@ class Templates:
 
     def _confirm(self, followed: Followed) -> None:
         """What was computed ahead has been asked for."""
-        at, end = followed.confirmed, followed.validated
+        end = followed.validated
         self._table.owed = {}
+        while followed.sections and followed.sections[0].start < end:
+            section = followed.sections[0]
+            self._confirm_to(followed, section.start)
+            if section.end > end:
+                break
+            self._enter(followed.sections.pop(0), followed.commands)
+            followed.confirmed = section.end
+        else:
+            self._confirm_to(followed, end)
+            self._free_all(followed)
+        if self._undo:
+            at = followed.confirmed
+            self._steps.ahead_nbytes -= sum(before.nbytes for place, _, before in self._undo if place < at)
+            self._undo[:] = [each for each in self._undo if each[0] >= at]
+
+    def _confirm_to(self, followed: Followed, end: int) -> None:
+        at = followed.confirmed
         while at < end:
             at = self._steps.confirm(followed.commands, at, end)
             self._counted(self._steps.ran)
             if at < end:
                 at = self._confirm_by_python(followed.commands, at)
         followed.confirmed = at
-        if self._undo:
-            self._steps.ahead_nbytes -= sum(before.nbytes for place, _, before in self._undo if place < at)
-            self._undo[:] = [each for each in self._undo if each[0] >= at]
+
+    def _free_all(self, followed: Followed) -> None:
         for numbers in followed.frees:
             self._free(numbers, 0)
         followed.frees = []
@@ -202,13 +260,21 @@ class Templates:
             return self._free(commands, at + 1)
         kernel = self._keys[commands[at]]
         end = at + 1 + kernel.n_operands + kernel.n_fresh
-        fresh = commands[end - kernel.n_fresh : end]
+        self._own(commands[end - kernel.n_fresh : end])
+        self._counted(1)
+        return end
+
+    def _enter(self, section: TemplateSection, commands: list[Any]) -> None:
+        self._own([commands[place] for place in section.results.values()])
+        freed = [commands[place] for place in section.frees]
+        self._free([len(freed), *freed], 0)
+        self._counted(section.operations)
+
+    def _own(self, fresh: list[Any]) -> None:
         self._table.check_fresh(fresh)
         for number in fresh:
             stored = self._table.by_id[number] = self._table.ahead.pop(number)
             self._steps.ahead_nbytes -= stored.nbytes
-        self._counted(1)
-        return end
 
     def _by_python(self, followed: Followed) -> None:
         """Compute one operation ahead that C++ leaves to Python."""
@@ -272,7 +338,7 @@ class Templates:
         self.leave()
         self._spend(len(template.words))
         instance = template.instance(base, olds)
-        self._followed = Followed(template, instance, at, at, at, at)
+        self._followed = Followed(template, instance, at, at, at, at, at)
         return position + 4
 
     def _come(self, at: Any) -> Followed:
@@ -294,12 +360,15 @@ class Templates:
         if at > followed.reached:
             followed.validated = followed.reached
             self.confirm()
-            rest = followed.commands[followed.validated : at]
-            followed.confirmed = followed.validated = followed.reached = at
-            self._run(rest)
+            self._run_to(followed, at)
         followed.validated = at
         self._table.owed = self._table.ahead if followed.confirmed < at == followed.reached else {}
+        self._through(followed)
         return position + 1
+
+    def _through(self, followed: Followed) -> None:
+        if followed.validated == len(followed.commands):
+            self._captures.came(followed.template, followed.commands, followed.start)
 
     def _check(self, commands: list[Any], position: int) -> int:
         """Run what the instance says, and compare: commands with those of the template, and results with those that
@@ -314,7 +383,7 @@ class Templates:
         written = any(place >= middle for place, _, _ in self._undo)
         ahead = {} if written else dict(self._table.ahead)
         try:
-            kept = {number: _whole(stored.bytes()).clone() for number, stored in ahead.items()}
+            kept = {number: whole(stored.bytes()).clone() for number, stored in ahead.items()}
         except torch.OutOfMemoryError:  # nothing to compare with
             kept = {}
         self._drop(followed)
@@ -327,21 +396,16 @@ class Templates:
             self._run(command)
         self._compare({number: stored for number, stored in kept.items() if number in self._table.by_id})
         self._run(followed.commands[middle:at])
+        self._through(followed)
         return position + 2
 
     def _compare(self, ahead: dict[int, torch.Tensor]) -> None:
         for number, before in ahead.items():
             stored = self._table.by_id[number]
             self.compared += 1
-            if stored.error is not None or not torch.equal(before, _whole(stored.bytes())):
+            if stored.error is not None or not torch.equal(before, whole(stored.bytes())):
                 raise ProtocolViolation(f"storage {number} was computed ahead, and is something else")
 
     def _leave(self, commands: list[Any], position: int) -> int:
         self.leave()
         return position
-
-
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Its bytes."""
-    whole: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole

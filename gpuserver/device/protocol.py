@@ -31,6 +31,14 @@ class DeviceLost(DormouseError):
     """The device can no longer be trusted (a sticky error): the executor must be replaced."""
 
 
+Storages = list[torch.UntypedStorage]
+
+Capture = Callable[[Callable[[], Storages]], Callable[[], Storages]]
+"""Makes what computes the same again, with what it reads and makes at the same places. Raises RuntimeError if that
+cannot be captured.
+"""
+
+
 class Exported(NamedTuple):
     """What another executor needs to read a pool: ``handle`` travels as bytes, the descriptors beside it."""
 
@@ -67,6 +75,12 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
 
 
+def computed_again(compute: Callable[[], Storages]) -> Callable[[], Storages]:
+    """A `Capture` where the calling thread is the GPU."""
+    compute()
+    return compute
+
+
 class Device(Protocol):
     """One GPU with a pool of ``pool_nbytes`` of memory reserved at start.
 
@@ -84,6 +98,7 @@ class Device(Protocol):
     strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
     activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own
+    captures: bool  # what is captured is given to the GPU at once, which is faster than call by call
     on_trouble: Callable[[str], None]  # settable; called from any thread with what does not work as well as it could
     on_lost: Callable[[DeviceLost], None]  # settable; called at most once, from a thread that alone may have noticed
 
@@ -189,6 +204,9 @@ class Device(Protocol):
         """The owner of all activations from now on, counted from 1. An owner never sees what others have left in free
         memory.
         """
+
+    def new_capture(self) -> Capture:
+        """With memory that no other has a part of."""
 
     def relieve(self) -> bool:
         """Give up memory that is kept beside the activations only to be faster. Returns whether there was any: then the

@@ -54,9 +54,11 @@ class Compute:
         evidence: Evidence,
         turn_s: float = 0.02,
         find_fast: FindFastPath = lambda: None,
+        captures: bool = False,
     ) -> None:
         self.device = device
         self._find_fast = find_fast
+        self._captures = captures
         self._turn_s = turn_s  # who gives the GPU nothing for so long is not waited for here
         self.orders = orders
         self._post = post
@@ -66,12 +68,12 @@ class Compute:
         self._current: Leased | None = None  # whose settings hold
         self._unmapped: dict[int, str] = {}  # by lease: why its plans could not be carried out
         self._owners = 1  # of activations; 1 is the executor itself
-        self._view = InstanceDevice(device, self.relieve)
 
     def run(self) -> None:
         """Until there is None to do."""
         while (item := self.orders.items.get()) is not None:
             self.carry_out(item)
+            self._capture()
 
     def carry_out(self, item: Item) -> None:
         """Raises DeviceLost, and what is the executor's own fault."""
@@ -104,10 +106,10 @@ class Compute:
                 self._post(e.Marked(item.serial, item.extents))
             case Attach():
                 self._owners += 1
-                name = item.attach.instance
-                self._instances[name] = ExecutorInstance(
-                    item.attach, item.arena, self._view, self._owners, self._find_fast
-                )
+                captures = self._captures and not item.attach.eager
+                view = InstanceDevice(self.device, self.relieve, self.device.new_capture() if captures else None)
+                instance = ExecutorInstance(item.attach, item.arena, view, self._owners, self._find_fast)
+                self._instances[instance.name] = instance
             case o.Detach():
                 if (instance := self._instances.pop(item.instance, None)) is not None:
                     instance.close()
@@ -161,6 +163,9 @@ class Compute:
     def relieve(self) -> str | None:
         """An operation was refused memory: None if there is room now, else why not."""
         assert self._current is not None
+        if sum(instance.interpreter.drop_captured() for instance in self._instances.values()):
+            self.device.relieve()
+            return None
         shared = self.device.activations_share_pool
         if not shared and self.device.relieve():
             return None
@@ -173,6 +178,23 @@ class Compute:
     def transient_nbytes(self) -> int:
         """What leases hold outside the pool, as far as their interpreters know."""
         return sum(lease.transient_nbytes() for lease in list(self._leases.values()))
+
+    def _capture(self) -> None:
+        """While there is nothing else to do: what an instance without a turn, or with this one, may have captured."""
+        found = (each for each in self._instances.values() if each.interpreter.may_capture)
+        if (instance := next(found, None)) is None or not self.orders.items.empty():
+            return
+        current = self._current
+        if current is None:
+            self.device.set_owner(instance.number)
+            instance.interpreter.resume()
+        elif current.instance is not instance:
+            return
+        self._evidence.enter(instance.name)
+        self._guarded(instance.name, instance.interpreter.capture)
+        self._evidence.leave()
+        if current is None:
+            instance.interpreter.pause()
 
     def _use(self) -> e.Use:
         now, peak, _ = self.device.activation_stats()
@@ -194,7 +216,7 @@ class Compute:
 
     def _begin(self, begin: o.Begin) -> None:
         instance = self._instances[begin.instance]
-        lease = Leased(begin.serial, instance, instance.interpreter.repaired_strides, self.device, self._post)
+        lease = Leased(begin.serial, instance, instance.counts(), self.device, self._post)
         self._leases[begin.serial] = lease
         if len(self._leases) == 1:
             self.device.reset_peak()
@@ -351,11 +373,11 @@ class Compute:
                 replies.append(msgpack.packb(failed))
             report = instance.interpreter.abort()
             instance.unbind([*report.dirty, *report.spoiled, *report.freed])
-        dropped, repaired = instance.over(), lease.repaired
+        dropped, counts = instance.over(), lease.counts
         self._forget(lease)
         self._evidence.clear()
         used = list(instance.used)
-        self._post(e.Closed(lease.serial, replies, dropped, kept, used, repaired, left, self._use()))
+        self._post(e.Closed(lease.serial, replies, dropped, kept, used, counts, left, self._use()))
 
     def _forget(self, lease: Leased) -> None:
         del self._leases[lease.serial]

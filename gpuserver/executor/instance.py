@@ -9,17 +9,19 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, InterpreterDevice
 from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
-from dormouse.gpuserver.device.protocol import Device
+from dormouse.gpuserver.device.protocol import Capture, Device
 from dormouse.gpuserver.executor.arrivals import Board
+from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 
 
 class InstanceDevice:
     """The device as interpreters see it. ``relieve``: see `Compute.relieve`."""
 
-    def __init__(self, device: Device, relieve: Callable[[], str | None]) -> None:
+    def __init__(self, device: Device, relieve: Callable[[], str | None], capture: Capture | None) -> None:
         self._device = device
         self.relieve = relieve
+        self.capture = capture
         self.torch_device = device.torch_device
         self.contains = device.contains
         self.synchronize = device.synchronize
@@ -56,6 +58,10 @@ class ExecutorInstance:
         self.board: Board | None = None  # of this lease's wake, while that goes on
         self._own: set[int] = set()  # known storages that are this lease's: changed elsewhere than in the pool, or lost
         self._bound: dict[int, int] = {}  # segment by storage: what the interpreter can reach
+
+    def counts(self) -> e.Counts:
+        """Ever."""
+        return e.Counts(self.interpreter.repaired_strides, self.interpreter.capture_counts.replayed)
 
     def adopt(self, manifest: m.Manifest) -> None:
         """The manifest from now on."""

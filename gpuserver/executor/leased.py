@@ -31,7 +31,7 @@ class Leased:
 
     serial: int
     instance: ExecutorInstance
-    repaired_before: int  # results whose layout was not the predicted one, of earlier leases
+    before: e.Counts  # of earlier leases
     device: Device
     post: Callable[[Posted], None]
     began_s: float = field(default_factory=time.perf_counter)
@@ -39,8 +39,9 @@ class Leased:
     writing: list[int] | None = None  # storages that its END writes back, if it waits for the store
 
     @property
-    def repaired(self) -> int:
-        return self.instance.interpreter.repaired_strides - self.repaired_before
+    def counts(self) -> e.Counts:
+        now, before = self.instance.counts(), self.before
+        return e.Counts(now.repaired - before.repaired, now.replayed - before.replayed)
 
     def bind(self, begin: o.Begin, claim: Callable[[int], int | None]) -> None:
         """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
@@ -95,7 +96,7 @@ class Leased:
             wrote=bool(request.wait and report.dirty),
             rebind=bool(gone),
             used=list(instance.used),
-            repaired=self.repaired,
+            counts=self.counts,
             left=left,
         )
         self.writing = None if ended.over else [storage for storage, _ in storages]

@@ -88,8 +88,15 @@ class Executor(Actor):
         find_fast = fast_path.load if self.config.gpu.fast_path and EXECUTOR.prepare() else lambda: None
         if self.config.gpu.fast_path:
             RECORDER.prepare()  # for instances of the node's next start
+        turn_s, captures = self.config.schedule.turn_ms / 1000, self.config.gpu.graphs
         self.compute = Compute(
-            self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000, find_fast
+            self.device,
+            self._orders,
+            self._post,
+            self.evidence,
+            turn_s,
+            find_fast,
+            captures == "on" or (captures == "auto" and self.device.captures),
         )
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.compute.transient_nbytes

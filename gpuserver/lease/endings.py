@@ -16,6 +16,9 @@ NO_ROOM = (
 )
 
 
+NO_COUNTS = e.Counts()
+
+
 def end_of(state: MachineState, name: str, outcome: str) -> None:
     """Whatever lease the instance has."""
     instance = state.instances.get(name)
@@ -115,7 +118,7 @@ def ended(state: MachineState, lease: HeldLease, ended: e.Ended, use: e.Use) -> 
         ask_places(state, lease, ended.storages, ended)
         return
     lease.outcome = "ended"
-    finish(state, lease, ended.dropped, ended.used, ended.repaired, use)
+    finish(state, lease, ended.dropped, ended.used, ended.counts, use)
 
 
 def ask_places(state: MachineState, lease: HeldLease, storages: list[tuple[int, int]], ended: e.Ended | None) -> None:
@@ -140,7 +143,7 @@ def closed(state: MachineState, event: e.Closed) -> None:
     if (writing := lease.writing) is not None:
         state.emit(m.LetGo(ticket=writing.ticket))
         dropped = [*dropped, *(writing.ended.claimed.values() if writing.ended is not None else ())]
-    finish(state, lease, dropped, event.used, event.repaired, event.use)
+    finish(state, lease, dropped, event.used, event.counts, event.use)
 
 
 def placed(state: MachineState, placed: m.Placed) -> None:
@@ -216,7 +219,7 @@ def finish(
     lease: HeldLease,
     dropped: Iterable[int] = (),
     used: Iterable[int] = (),
-    repaired: int = 0,
+    counts: e.Counts = NO_COUNTS,
     use: e.Use | None = None,
 ) -> None:
     """The lease is over: its Done, and what waited for that."""
@@ -226,7 +229,7 @@ def finish(
     release(state, lease)
     state.drop(dropped)
     peak_nbytes = 0 if use is None else max(0, use.peak - lease.beside_nbytes)
-    state.emit(done(state, lease, peak_nbytes, repaired))
+    state.emit(done(state, lease, peak_nbytes, counts))
     state.room()
 
 
@@ -250,7 +253,7 @@ def release(state: MachineState, lease: HeldLease) -> None:
     state.refuse(state.gate.end(lease.serial))
 
 
-def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: int = 0) -> m.Done:
+def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, counts: e.Counts = NO_COUNTS) -> m.Done:
     instance, manifest = state.instances.get(lease.instance), state.manifests.get(lease.instance)
     if manifest is None and instance is not None:
         manifest = instance.manifest
@@ -267,7 +270,8 @@ def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: 
         stats=state.stats(),
         wrote=lease.wrote and lease.outcome == "ended",
         peers=lease.sources.gave,
-        repaired=repaired,
+        repaired=counts.repaired,
+        replayed=counts.replayed,
     )
 
 

@@ -82,6 +82,15 @@ class WakeRemains(Struct, frozen=True, gc=False):
     sources: Sources = field(default_factory=Sources)
 
 
+class Counts(Struct, frozen=True, gc=False):
+    """Of a lease: results that were copied into another layout than the GPU gave them, and sections of sequences that
+    the GPU was given at once, as CUDA graphs.
+    """
+
+    repaired: int = 0
+    replayed: int = 0
+
+
 class Ended(Struct, frozen=True, gc=False):
     """A lease's END has been executed. ``storages`` are to be written back, those that lie in ``claimed`` segments
     where they are; ``freed`` are to be forgotten; ``dropped`` are claimed segments that nobody keeps. If there is
@@ -95,7 +104,7 @@ class Ended(Struct, frozen=True, gc=False):
     wrote: bool
     rebind: bool  # not all of the model is where it was
     used: list[int]  # segments in the order of their first use
-    repaired: int
+    counts: Counts
     left: WakeRemains
 
     @property
@@ -168,7 +177,7 @@ class Closed(Struct, frozen=True, gc=False):
     dropped: list[int]
     kept: list[int]
     used: list[int]
-    repaired: int
+    counts: Counts
     left: WakeRemains
     use: Use
 

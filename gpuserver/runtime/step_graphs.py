@@ -14,13 +14,13 @@ import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from dormouse.gpuserver.device.cuda.capture import CudaCapture
 from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, pieces_of
@@ -58,40 +58,6 @@ Replay = Callable[[], torch.Tensor]
 
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
 """Makes a replay of what this launches; it is not computed yet. Raises RuntimeError if it cannot be captured."""
-
-
-class CudaCapture:
-    """Graphs of CUDA, all with one memory between them: no two run at once, and no logits outlive their step."""
-
-    def __init__(self) -> None:
-        stream: Any = torch.cuda.Stream
-        self._stream, self._pool = stream(), torch.cuda.graph_pool_handle()
-
-    def __call__(self, call: Callable[[], torch.Tensor]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                logits = call()
-                graph.capture_end()
-            except RuntimeError:
-                for end in (graph.capture_end, partial(_end_allocations, self._pool)):
-                    with suppress(RuntimeError, AttributeError):
-                        end()
-                raise
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits
-
-        return replay
-
-
-def _end_allocations(pool: Any) -> None:
-    """Where a capture that failed did not come to it: until then nothing is given back to the driver."""
-    private: Any = torch._C
-    private._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 class Adapted(NamedTuple):

@@ -124,6 +124,7 @@ def spec_of(
         concurrency=settings.concurrency,
         batch=settings.batch,
         batch_wait_ms=batch_wait_ms,
+        eager=settings.eager,
         env=_env_of(settings),
         network=settings.network,
         secrets=tuple(checked_variable(name, "a secret's name") for name in dict.fromkeys(settings.secrets)),

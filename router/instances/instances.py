@@ -161,6 +161,7 @@ class InstanceHost:
             quota_nbytes=spec.quota_nbytes,
             llm=spec.llm is not None,
             group=runtime_group(spec),
+            eager=spec.eager,
             adapter=spec.llm is not None and spec.llm.base != "",
         )
 

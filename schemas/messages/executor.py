@@ -187,6 +187,7 @@ class AttachInstance(Message, frozen=True, kw_only=True, tag=1):
     llm: bool = False  # it serves a language model: what it sends executors is for a runtime
     group: str = ""  # which may be one of all instances of this group whose models are the same; "": its own
     adapter: bool = False  # its model has more than that of others of the group
+    eager: bool = False  # nothing of it is captured
 
 
 class DetachInstance(Message, frozen=True, kw_only=True, tag=2):

@@ -71,6 +71,7 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     wrote: bool = False
     peers: list[int] = []
     repaired: int = 0
+    replayed: int = 0
 
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):

@@ -203,6 +203,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     of_file: tuple[str, ...] = ()  # which of these are what ``dormouse.toml`` says
     note: str = ""  # of who has deployed it, for people
     calls: tuple[str, ...] = ()  # names of functions, of its tenant, that its requests may call
+    eager: bool = False  # GPUs are given its operations one by one
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

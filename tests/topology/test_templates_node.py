@@ -48,8 +48,8 @@ def _close(one: Any, other: Any) -> bool:
     return torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-5)
 
 
-@pytest.mark.parametrize("templates", ["on", "off", "check"])
-def test_sequences_that_come_again(templates: str) -> None:
+@pytest.mark.parametrize(("templates", "graphs"), [("on", "off"), ("on", "on"), ("off", "on"), ("check", "on")])
+def test_sequences_that_come_again(templates: str, graphs: str) -> None:
     built()
     RECORDER.build()
     importlib.import_module("transformers")
@@ -57,14 +57,17 @@ def test_sequences_that_come_again(templates: str) -> None:
     exec(compile(SOURCE.replace("from dormouse", "# from dormouse"), "native", "exec"), native)
     there = native["models"]()
     followed = []
-    with running_node(f'[gpu]\ncount = 1\nmemory = "1GiB"\ntemplates = "{templates}"\n') as node:
+    with running_node(f'[gpu]\ncount = 1\nmemory = "1GiB"\ntemplates = "{templates}"\ngraphs = "{graphs}"\n') as node:
         node.deployed("f", SOURCE)
+        node.deployed("one_by_one", SOURCE, eager=True)
         for number in range(7):
+            node.result("one_by_one", number // 6)
             found, (commands, left) = node.result("f", number // 6)
             expected = native["answers"](there, number // 6, "cpu")
             assert found[0] == expected[0]
             assert all(_close(*pair) for pair in zip(found[1:], expected[1:], strict=True))
             followed.append((commands, left))
+        replayed = {name: node.status()["functions"][name]["replayed"] for name in ("f", "one_by_one")}
     commands, left = zip(*followed, strict=True)
     if templates == "off":
         assert not any(commands)
@@ -72,3 +75,5 @@ def test_sequences_that_come_again(templates: str) -> None:
         assert not any(commands[:2])
         assert commands[5] > 200
         assert not any(left[:6])
+    assert replayed["one_by_one"] == 0
+    assert (replayed["f"] > 0) == (graphs == "on" and templates != "off")

@@ -189,6 +189,7 @@ def test_a_function_by_place() -> None:
         "copied_file_nbytes": 150,
         "gpu_us": 10,
         "repaired": 0,
+        "replayed": 0,
         "gpus": {1: 1},
         "last_wake": {
             "gpu": 1,

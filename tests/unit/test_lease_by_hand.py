@@ -97,7 +97,7 @@ def test_what_only_an_older_version_had_goes_wherever_its_instance_is() -> None:
     hand.model("b", 1)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], e.Counts(), e.WakeRemains([100]), e.Use()))
     hand(m.Dropped(instance="a"))
     assert 100 in hand.machine.residency.pool
     hand.model("b", 1, first=200, version=2)
@@ -111,7 +111,7 @@ def test_what_a_lease_wrote_that_is_cut_off_is_bound_again(ended: bool) -> None:
     hand.attach("a", 1)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], e.Counts(), e.WakeRemains([100]), e.Use()))
     for serial in (2, 3):
         hand.wake(serial, "a")
         [begin] = of(o.Begin, hand.frame(serial, 1, "a"))
@@ -120,8 +120,8 @@ def test_what_a_lease_wrote_that_is_cut_off_is_bound_again(ended: bool) -> None:
             hand.executed(serial)
         hand(m.Revoke(serial=serial))
         if ended:  # its END was under way
-            hand.executed(serial, e.Ended([], {}, [0], [], False, True, [], 0, e.WakeRemains()))
-        hand(e.Closed(serial, [], [], [], [100], 0, e.WakeRemains(), e.Use()))
+            hand.executed(serial, e.Ended([], {}, [0], [], False, True, [], e.Counts(), e.WakeRemains()))
+        hand(e.Closed(serial, [], [], [], [100], e.Counts(), e.WakeRemains(), e.Use()))
 
 
 def test_a_seat_whose_model_was_changed_behind_its_back_does_not_come_back() -> None:
@@ -141,7 +141,9 @@ def test_a_lease_without_its_model_writes_what_it_has_made() -> None:
     hand.attach("a", 20)
     hand.wake(1, "a")
     hand.frame(1, 1, "a")
-    [ask] = of(m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.WakeRemains())))
+    [ask] = of(
+        m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], e.Counts(), e.WakeRemains()))
+    )
     hand(m.Placed(ticket=ask.ticket, places=[place(1000)]))
     hand(e.CopiedOut(1, False, [], e.Use()))
     entries = [m.Entry(storage=7, segment=1000, offset=0, nbytes=size(1))]
@@ -166,7 +168,7 @@ def test_who_waits_for_a_seat_to_be_left_is_answered_when_that_lease_ends(refuse
     [close] = of(o.Close, hand(m.PlaceRefused(ticket=ask.ticket, text="full") if refused else m.Revoke(serial=1)))
     given.give(close)
     assert list(given.urgent) == [own, close]
-    assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains(), e.Use())))
+    assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], e.Counts(), e.WakeRemains(), e.Use())))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -200,7 +202,7 @@ def test_a_seat_that_the_device_had_refused_comes_back() -> None:
     hand.leaves(1)
     hand.leaves(2)
     hand(m.Over(serials=[3]))
-    hand(e.Closed(3, [], [], [], [], 0, e.WakeRemains([300]), e.Use()))
+    hand(e.Closed(3, [], [], [], [], e.Counts(), e.WakeRemains([300]), e.Use()))
     effects = hand(m.Turn(serial=1))
     assert of(o.Return, effects) or not hand.machine.residency.coming("d")
 
@@ -299,7 +301,8 @@ def test_an_instance_dies_when_its_write_back_is_done() -> None:
     hand.wake(1, "a")
     hand.frame(1, 1, "a")
     [ask] = of(
-        m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.WakeRemains([100])))
+        m.AskPlace,
+        hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], e.Counts(), e.WakeRemains([100]))),
     )
     hand(m.Placed(ticket=ask.ticket, places=[place(1000)]))
     assert of(m.Written, hand(e.CopiedOut(1, False, [], e.Use())))
@@ -316,8 +319,10 @@ def test_what_was_written_in_place_goes_if_the_end_is_too_late() -> None:
     [answer] = of(o.ComputeAnswer, hand(e.MayWrite(1, 100)))
     assert answer.value in hand.machine.residency.pool
     assert of(o.Close, hand(m.Revoke(serial=1)))
-    hand.executed(1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], 0, e.WakeRemains([100])))
-    hand(e.Closed(1, [], [], [], [100], 0, e.WakeRemains(), e.Use()))
+    hand.executed(
+        1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], e.Counts(), e.WakeRemains([100]))
+    )
+    hand(e.Closed(1, [], [], [], [100], e.Counts(), e.WakeRemains(), e.Use()))
     assert hand.machine.residency.occupied_nbytes == 0
 
 
@@ -328,7 +333,7 @@ def test_what_only_a_version_in_between_had_goes() -> None:
     hand.attach("b", 1, first=200)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], e.Counts(), e.WakeRemains([100]), e.Use()))
     hand.wake(2, "b")
     hand.model("b", 1, first=100, version=2)
     hand(m.Dropped(instance="a"))
@@ -353,15 +358,15 @@ def test_what_did_not_come_is_bound_again_after_a_lease_that_left_and_came_back(
     hand(e.Owned(1, [], e.WakeRemains([101], [100])))
     assert of(o.Begin, hand(e.CopiedOut(1, True, [], e.Use())))
     hand(m.Over(serials=[2]))
-    hand(e.Closed(2, [], [], [], [], 0, e.WakeRemains([200]), e.Use()))
+    hand(e.Closed(2, [], [], [], [], e.Counts(), e.WakeRemains([200]), e.Use()))
     hand.wake(3, "c")
     hand(m.Over(serials=[3]))
-    hand(e.Closed(3, [], [], [], [], 0, e.WakeRemains([100, 101]), e.Use()))
+    hand(e.Closed(3, [], [], [], [], e.Counts(), e.WakeRemains([100, 101]), e.Use()))
     [back] = of(o.Return, hand(m.Turn(serial=1)))
     assert not back.begin.missing
     hand(e.SeatReturned(1, e.Use()))
     hand.frame(1, 2, "a")
-    hand.executed(1, e.Ended([], {}, [], [], False, False, [], 0, e.WakeRemains()))
+    hand.executed(1, e.Ended([], {}, [], [], False, False, [], e.Counts(), e.WakeRemains()))
     hand.wake(4, "a")
     [begin] = of(o.Begin, hand.frame(4, 1, "a"))
     assert begin.places is not None

@@ -15,6 +15,8 @@ from dormouse.client_shim.commands import recorder
 from dormouse.client_shim.commands.handles import cpp
 
 BY_CPP = pytest.mark.parametrize("loopback", ["cpp"], indirect=True)
+# Few operations in a row that a graph could hold, or the program has come through them when ahead begins.
+NOT_REPLAYED = ("convolutions", "lstm", "in place", "shapes")
 FOLLOWED = recorder.TemplateSettings(seen=1, least_words=8)
 
 
@@ -24,9 +26,9 @@ def _followed() -> tuple[int, int]:
     return commands, left
 
 
-def _world(loopback: Any, settings: recorder.TemplateSettings) -> Any:
+def _world(loopback: Any, settings: recorder.TemplateSettings, captures: bool = False) -> Any:
     loopback.close()
-    return type(loopback)(templates=settings)
+    return type(loopback)(templates=settings, captures=captures)
 
 
 def _until_computed(world: Any) -> None:
@@ -42,13 +44,14 @@ def _templates(world: Any) -> Any:
 
 @BY_CPP
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_comes_again_is_followed_and_the_same(loopback: Any, name: str, checked: bool) -> None:
+def test_what_comes_again_is_followed_and_the_same(loopback: Any, name: str, checked: bool, captures: bool) -> None:
     make, run, given = PROGRAMS[name]
     torch.manual_seed(0)
     model = make()
-    world = _world(loopback, FOLLOWED._replace(checked=checked))
+    world = _world(loopback, FOLLOWED._replace(checked=checked), captures)
     try:
         there = copy.deepcopy(model).to(CUDA) if model is not None else None
         world.end_lease()
@@ -68,6 +71,8 @@ def test_what_comes_again_is_followed_and_the_same(loopback: Any, name: str, che
         assert commands > 0 or name == "lstm"  # one command
         compared = _templates(world).compared
         assert compared > 0 or not checked or name in ("lstm", "convolutions")  # few commands behind the first four
+        replayed = world.node.executors[0].interpreter.capture_counts.replayed
+        assert (replayed > 0) == (captures and name not in NOT_REPLAYED)
     finally:
         world.close()
 
@@ -132,11 +137,12 @@ class _Program:
 
 
 @BY_CPP
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_programs_that_change_by_chance(loopback: Any, seed: int, checked: bool) -> None:
+def test_programs_that_change_by_chance(loopback: Any, seed: int, checked: bool, captures: bool) -> None:
     """Differences in the middle of what is computed ahead, right after a wait, and of what was written."""
-    world = _world(loopback, FOLLOWED._replace(checked=checked))
+    world = _world(loopback, FOLLOWED._replace(checked=checked), captures)
     try:
         torch.manual_seed(seed)
         weight = torch.randn(4, 4) / 2
@@ -165,6 +171,7 @@ def test_programs_that_change_by_chance(loopback: Any, seed: int, checked: bool)
         assert commands > 50
         assert left > 0
         assert errors > 0
+        assert (world.node.executors[0].interpreter.capture_counts.replayed > 0) == captures
     finally:
         world.close()
 

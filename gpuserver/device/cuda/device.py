@@ -32,7 +32,15 @@ from dormouse.gpuserver.device.cuda.sources import CopySources
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.cuda.torch_adapter import torch_adapter
-from dormouse.gpuserver.device.protocol import POISON, DeviceError, DeviceEvent, DeviceLost, Exported, storage_at
+from dormouse.gpuserver.device.protocol import (
+    POISON,
+    Capture,
+    DeviceError,
+    DeviceEvent,
+    DeviceLost,
+    Exported,
+    storage_at,
+)
 from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
@@ -112,6 +120,7 @@ class CudaDevice:
         self._adapter = torch_adapter(self._context, ordinal, self._compute, self.activation_nbytes)
         self.torch_device = self._adapter.device
         self.approximate = self._adapter.approximate
+        self.captures = self._adapter.captures
         self._uncleared: set[int] = set()  # granules that the books take for cleared, after a remap that failed
         self._copies = CopyStream(self._context, chunk_nbytes, lambda error: self.on_lost(error))
         self._copies.staging.reserve()
@@ -290,6 +299,9 @@ class CudaDevice:
     def set_owner(self, number: int) -> None:
         self._context.use()
         self._adapter.set_owner(number)
+
+    def new_capture(self) -> Capture:
+        return self._adapter.new_capture()
 
     def relieve(self) -> bool:
         relieved = self._adapter.relieve()

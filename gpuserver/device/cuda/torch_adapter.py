@@ -14,9 +14,10 @@ import torch
 
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.cuda import driver
+from dormouse.gpuserver.device.cuda.capture import CudaCapture
 from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
 from dormouse.gpuserver.device.cuda.streams import CudaContext
-from dormouse.gpuserver.device.protocol import DeviceError
+from dormouse.gpuserver.device.protocol import Capture, DeviceError, computed_again
 
 
 class TorchAdapter(Protocol):
@@ -24,6 +25,7 @@ class TorchAdapter(Protocol):
 
     device: torch.device
     approximate: bool
+    captures: bool
 
     def attach(self, threads: int) -> None:
         """The calling thread computes from now on, on the compute stream and within the budget."""
@@ -36,6 +38,9 @@ class TorchAdapter(Protocol):
 
     def in_host_memory(self, pointer: int, nbytes: int) -> bool:
         """Whether these bytes, outside the pool, are none that the driver can copy from."""
+
+    def new_capture(self) -> Capture:
+        """As of a :class:`~dormouse.gpuserver.device.protocol.Device`."""
 
     def relieve(self) -> bool:
         """Give up what is only kept to be faster; whether there was anything."""
@@ -120,6 +125,7 @@ class TorchOnCuda:
     """
 
     approximate = False
+    captures = True
 
     def __init__(self, context: CudaContext, ordinal: int, stream: int, activation_nbytes: int) -> None:
         self.device = torch.device("cuda", ordinal)
@@ -149,6 +155,9 @@ class TorchOnCuda:
                 return False
             pointer = found[0] + found[1]
         return True
+
+    def new_capture(self) -> Capture:
+        return CudaCapture()
 
     def relieve(self) -> bool:
         """Give up cuBLAS's workspaces, 32 MiB for each stream on some GPUs, and what torch keeps beside."""
@@ -189,6 +198,8 @@ class TorchOnCuda:
 class TorchOnHost:
     """Torch on the CPU over the fake driver's memory; activations are counted as HostDevice counts them."""
 
+    captures = False
+
     def __init__(self, stream: int, activation_nbytes: int) -> None:
         self.device = torch.device("cpu")
         self._stream = stream
@@ -200,6 +211,9 @@ class TorchOnHost:
         torch.set_num_threads(threads)
         self._activations.limit_this_thread()
         warm_up(self.device)
+
+    def new_capture(self) -> Capture:
+        return computed_again
 
     def relieve(self) -> bool:
         return False

@@ -25,11 +25,13 @@ from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostE
 from dormouse.gpuserver.device.host.links import EmulatedLink, carry
 from dormouse.gpuserver.device.protocol import (
     POISON,
+    Capture,
     CopyJob,
     DeviceError,
     DeviceEvent,
     DeviceLost,
     Exported,
+    computed_again,
     storage_at,
 )
 from dormouse.gpuserver.transfer import Copy, Kind, chunked
@@ -76,6 +78,7 @@ class HostDevice:
     """
 
     activations_share_pool = True
+    captures = False
     activation_nbytes = 0
     ordinal = -1
     place: GpuPlace | None = None
@@ -260,6 +263,9 @@ class HostDevice:
 
     def set_owner(self, number: int) -> None:
         self.activations.set_owner(number)
+
+    def new_capture(self) -> Capture:
+        return computed_again
 
     def relieve(self) -> bool:
         return False
