@@ -14,8 +14,8 @@ from interpreter_talk import F4, Talk, unary, values
 from dormouse.gpuserver.commands import captures, templates
 from dormouse.gpuserver.commands.captures import CaptureCounts
 from dormouse.gpuserver.commands.interpreter import ProtocolViolation
-from dormouse.gpuserver.commands.storages import StorageFailure
-from dormouse.gpuserver.device.protocol import Storages, computed_again
+from dormouse.gpuserver.commands.storages import StorageFailure, whole
+from dormouse.gpuserver.device.protocol import Storages
 from dormouse.schemas import stream as wire
 
 BASE = 10
@@ -69,13 +69,15 @@ class _Gpu:
     def __call__(self, compute: Callable[[], Storages]) -> Callable[[], Storages]:
         if self.fails is not None:
             raise self.fails
-        again = computed_again(compute)
+        places = compute()
 
         def replay() -> Storages:
             self.replays += 1
             if self.fails is not None:
                 raise self.fails
-            return again()
+            for place, made in zip(places, compute(), strict=True):
+                whole(place).copy_(whole(made))
+            return places
 
         return replay
 
@@ -245,6 +247,7 @@ def test_what_is_written_meanwhile_is_what_is_read(talk: Talk, operation: bool) 
     _ahead(talk)
     talk([wire.VALIDATED, len(WORDS)])
     assert values(talk.get(LAST)) == _expected(LAST, -2.0)
+    assert not talk.interpreter.table.ahead
 
 
 @pytest.mark.parametrize("how", ["elsewhere", "not there yet", "spoiled", "gone"])
@@ -322,7 +325,7 @@ def test_an_input_is_as_large_as_what_is_read_of_it(talk: Talk, nbytes: int) -> 
     talk([wire.VALIDATED, len(WORDS)])
     reply = talk.get(LAST)
     assert reply[0] == (wire.VALUE if nbytes == 16 else wire.FAILED)
-    assert _counts(talk)[3] == (1 if nbytes == 16 else 0)
+    assert _counts(talk) == (1, 0, 0, 1 if nbytes == 16 else 0), "the capture is as good as before"
 
 
 def test_a_result_that_is_there_already_ends_the_instance(talk: Talk) -> None:
