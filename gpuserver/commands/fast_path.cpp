@@ -79,7 +79,7 @@ struct Meta {
   Owned object, number;
   at::ScalarType dtype;
   std::vector<int64_t> size, stride;
-  int64_t offset = 0, itemsize = 0;
+  int64_t offset = 0, itemsize = 0, bits = 0;
   Owned extent;
 
   explicit Meta(PyObject* meta) : object(borrowed(meta)) {
@@ -90,6 +90,7 @@ struct Meta {
     stride = lengths("stride");
     offset = PyLong_AsLongLong(attribute("offset").object);
     itemsize = PyLong_AsLongLong(attribute("itemsize").object);
+    bits = PyLong_AsLongLong(attribute("bits").object);
     extent = attribute("extent");
   }
 
@@ -263,6 +264,34 @@ bool may_be_written(PyObject* entry) {
   return at(entry, slots.may_write) == Py_None || at(entry, slots.in_place) == Py_True;
 }
 
+// The storage of an entry, if it is there.
+const c10::Storage* storage_of(PyObject* entry) {
+  PyObject* tensor = at(entry, slots.tensor);
+  PyObject* storage = at(entry, slots.storage);
+  if (THPVariable_Check(tensor)) return &THPVariable_Unpack(tensor).storage();
+  if (THPStorage_Check(storage)) return &THPStorage_Unpack(storage);
+  return nullptr;
+}
+
+// What a geometry that was checked names on a storage: storages.tensor_on.
+at::Tensor tensor_on(const c10::Storage& storage, const Meta& meta) {
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(meta.dtype, at::kStrided, storage.device()));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(meta.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.size, meta.stride, meta.offset);
+  return tensor;
+}
+
+// A tensor on what has tensors already, so that its memory is known.
+PyObject* viewed_again(PyObject* entry, const Meta& meta) {
+  const c10::Storage* storage = storage_of(entry);
+  const bool fits = number_of(meta.extent.object) <= number_of(at(entry, slots.nbytes));
+  if (!storage || !fits || meta.bits || !PyDict_GET_SIZE(at(entry, slots.views))) return nullptr;
+  Owned made(THPVariable_Wrap(tensor_on(*storage, meta)));
+  if (!made.object || PyDict_SetItem(at(entry, slots.views), meta.number.object, made.object)) return nullptr;
+  return PyDict_GetItemWithError(at(entry, slots.views), meta.number.object);
+}
+
 // The tensor that an operand names; null if Python is to see to it.
 PyObject* viewed(Steps* self, const Plan* plan, const Meta& meta, PyObject* entry) {
   PyObject* views = at(entry, slots.views);
@@ -272,6 +301,8 @@ PyObject* viewed(Steps* self, const Plan* plan, const Meta& meta, PyObject* entr
     PyErr_Clear();
     return nullptr;
   }
+  if ((view = viewed_again(entry, meta))) return view;
+  PyErr_Clear();
   Owned made(PyObject_CallMethodObjArgs(self->table, self->view, entry, meta.object.object, nullptr));
   if (!made.object) {
     PyErr_Clear();  // Python meets it again
@@ -650,15 +681,6 @@ PyObject* steps_confirm(PyObject* object, PyObject* const* arguments, Py_ssize_t
 
 // --- bytes that travel in frames, of tensors on the CPU
 
-// The storage of an entry, if it is there.
-std::optional<c10::Storage> bytes_of(PyObject* entry) {
-  PyObject* tensor = at(entry, slots.tensor);
-  PyObject* storage = at(entry, slots.storage);
-  if (THPVariable_Check(tensor)) return THPVariable_Unpack(tensor).storage();
-  if (THPStorage_Check(storage)) return THPStorage_Unpack(storage);
-  return std::nullopt;
-}
-
 // read(number, offset, nbytes, owed): these bytes of a storage; None if Python is to see to it.
 PyObject* steps_read(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   auto* self = reinterpret_cast<Steps*>(object);
@@ -667,7 +689,7 @@ PyObject* steps_read(PyObject* object, PyObject* const* arguments, Py_ssize_t co
   PyObject* entry = PyDict_GetItemWithError(self->by_id, arguments[0]);
   if (!entry && arguments[3] == Py_True) entry = PyDict_GetItemWithError(self->ahead, arguments[0]);
   if (!entry || Py_TYPE(entry) != slots.type || at(entry, slots.error) != Py_None) Py_RETURN_NONE;
-  const auto storage = bytes_of(entry);
+  const c10::Storage* storage = storage_of(entry);
   if (!storage || storage->device_type() != at::kCPU || offset < 0 || nbytes < 0) Py_RETURN_NONE;
   const auto size = static_cast<int64_t>(storage->nbytes());
   if (nbytes > size || offset > size - nbytes) Py_RETURN_NONE;

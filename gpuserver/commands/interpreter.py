@@ -179,8 +179,13 @@ class Interpreter:
     def may_capture(self) -> bool:
         return self._captures.wanted
 
+    def settle(self) -> None:
+        """Before another's turn: no command is left that would run within it."""
+        with torch.inference_mode(), self._following():
+            self._templates.settle()
+
     def capture(self) -> None:
-        """While it is this instance's turn and nothing waits: capture what came again, a little of it."""
+        """While it is this instance's turn and nothing waits: capture what came again, one section of it."""
         with torch.inference_mode():
             self._captures.capture()
 

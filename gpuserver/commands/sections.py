@@ -39,18 +39,13 @@ def sections(
     draft = _Draft(0)
     for start, end in pairwise(sorted(template.starts)):
         if start in breaks:
-            draft = _finished(draft, found, start)
+            draft.finish(found)
+            draft = _Draft(start)
         if not draft.takes(template.words[start:end], start, keys, plain):
-            _finished(draft, found, start)
+            draft.finish(found)
             draft = _Draft(end)
-    _finished(draft, found, len(template.words))
+    draft.finish(found)
     return found
-
-
-def _finished(draft: "_Draft", found: list[TemplateSection], end: int) -> "_Draft":
-    if draft.operations >= FEWEST_OPERATIONS:
-        found.append(draft.section())
-    return _Draft(end)
 
 
 class _Draft:
@@ -58,6 +53,7 @@ class _Draft:
         self.start = self.end = start
         self.operations = 0
         self._words: list[Any] = []
+        self._count = 0  # of our numbers
         self._numbers: dict[int, int] = {}  # ours, by those of the template
         self._made: dict[int, int] = {}  # place, by ours
         self._outside: dict[int, tuple[int, int]] = {}
@@ -78,33 +74,38 @@ class _Draft:
     def _operation(self, command: list[Any], start: int, kernel: Kernel) -> None:
         word = list(command)
         for place, meta in zip(kernel.tensors, kernel.metas, strict=True):
-            number = self._numbers.setdefault(command[1 + place], len(self._numbers))
-            word[1 + place] = number
+            number = word[1 + place] = self._number(command[1 + place])
             if number not in self._made:
                 first, nbytes = self._outside.get(number, (start + 1 + place, 0))
                 self._outside[number] = first, max(nbytes, meta.extent)
         for place in range(1 + kernel.n_operands, len(command)):
-            number = self._numbers[command[place]] = len(self._numbers)
-            word[place] = number
+            self._numbers.pop(command[place], None)
+            number = word[place] = self._number(command[place])
             self._made[number] = start + place
         self._words += word
         self.operations += 1
+
+    def _number(self, number: int) -> int:
+        if number not in self._numbers:
+            self._numbers[number] = self._count
+            self._count += 1
+        return self._numbers[number]
 
     def _free(self, command: list[Any], start: int) -> None:
         own = []
         for place, number in enumerate(command[2:], start + 2):
             if (ours := self._numbers.get(number)) in self._made:
                 own.append(ours)
-                del self._made[ours]
+                del self._made[ours], self._numbers[number]
             else:
                 self._frees.append(place)
         if own:
             self._words += [wire.FREE, len(own), *own]
 
-    def section(self) -> TemplateSection:
-        return TemplateSection(
-            self.start, self.end, self.operations, self._words, self._outside, self._made, self._frees
-        )
+    def finish(self, found: list[TemplateSection]) -> None:
+        if self.operations >= FEWEST_OPERATIONS:
+            places = self._outside, self._made, self._frees
+            found.append(TemplateSection(self.start, self.end, self.operations, self._words, *places))
 
 
 def _written(command: list[Any], kernel: Kernel) -> list[int]:

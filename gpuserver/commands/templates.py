@@ -29,6 +29,9 @@ from dormouse.schemas import stream as wire
 AHEAD_NS: Final = 50_000
 """So long what is ahead is computed before anybody looks whether a frame has come."""
 
+MAX_FREES: Final = 1024
+"""FREE commands that wait until the program has come through a section."""
+
 
 class Followed(Struct):
     """A template on its way: the program has come to ``validated``, and what is computed to ``reached``. Up to
@@ -172,6 +175,9 @@ class Templates:
             return self._free(commands, position)
         assert self._followed is not None
         end = position + 1 + count(commands[position])
+        if len(self._followed.frees) >= MAX_FREES:
+            self.settle()
+            return self._free(commands, position)
         self._followed.frees.append(commands[position:end])
         return end
 
@@ -186,9 +192,11 @@ class Templates:
         if followed.stalled or followed.reached >= followed.limit:
             return False
         if (replayed := self._replay(followed)) is not Replayed.NO:
-            followed.stalled = replayed is Replayed.NOT_YET
+            followed.stalled = replayed is not Replayed.YES
+            if replayed is Replayed.NOT_YET:
+                self._tell(followed)
             return not followed.stalled and followed.reached < followed.limit
-        limit = self._captures.next(followed.template, followed.reached, followed.limit)
+        limit = self._captures.next_start(followed.template, followed.reached, followed.limit)
         followed.reached = self._steps.ahead(followed.commands, followed.reached, limit, AHEAD_NS)
         followed.stalled = self._steps.stalled
         if self._steps.spoiled:
@@ -381,7 +389,13 @@ class Templates:
         self.confirm()
         middle = min(at, followed.reached)
         written = any(place >= middle for place, _, _ in self._undo)
-        ahead = {} if written else dict(self._table.ahead)
+        beyond = {
+            followed.commands[place]
+            for section in followed.sections
+            if section.end > middle  # it may write them once more
+            for place in section.results.values()
+        }
+        ahead = {} if written else {n: stored for n, stored in self._table.ahead.items() if n not in beyond}
         try:
             kept = {number: whole(stored.bytes()).clone() for number, stored in ahead.items()}
         except torch.OutOfMemoryError:  # nothing to compare with

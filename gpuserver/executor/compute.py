@@ -112,6 +112,7 @@ class Compute:
                 self._instances[instance.name] = instance
             case o.Detach():
                 if (instance := self._instances.pop(item.instance, None)) is not None:
+                    self._drop_captured(instance)
                     instance.close()
             case _:
                 assert_never(item)
@@ -163,11 +164,9 @@ class Compute:
     def relieve(self) -> str | None:
         """An operation was refused memory: None if there is room now, else why not."""
         assert self._current is not None
-        if sum(instance.interpreter.drop_captured() for instance in self._instances.values()):
-            self.device.relieve()
-            return None
         shared = self.device.activations_share_pool
-        if not shared and self.device.relieve():
+        dropped = self._drop_captured(*self._instances.values())
+        if not shared and (self.device.relieve() or dropped):
             return None
         refused = self.device.refused() if shared else (0, 0)
         answer: str | None = self._ask(e.Relieve(self._current.serial, *refused))
@@ -181,20 +180,30 @@ class Compute:
 
     def _capture(self) -> None:
         """While there is nothing else to do: what an instance without a turn, or with this one, may have captured."""
-        found = (each for each in self._instances.values() if each.interpreter.may_capture)
-        if (instance := next(found, None)) is None or not self.orders.items.empty():
-            return
         current = self._current
-        if current is None:
-            self.device.set_owner(instance.number)
-            instance.interpreter.resume()
-        elif current.instance is not instance:
-            return
-        self._evidence.enter(instance.name)
-        self._guarded(instance.name, instance.interpreter.capture)
-        self._evidence.leave()
-        if current is None:
-            instance.interpreter.pause()
+        allowed = self._instances.values() if current is None else [current.instance]
+        found = (each for each in allowed if each.interpreter.may_capture)
+        while (instance := next(found, None)) is not None and self.orders.items.empty():
+            if current is None:
+                self.device.set_owner(instance.number)
+                instance.interpreter.resume()
+            self._evidence.enter(instance.name)
+            while instance.interpreter.may_capture and self.orders.items.empty():
+                self._guarded(instance.name, instance.interpreter.capture)
+            if current is None:
+                self._evidence.clear()
+                instance.interpreter.pause()
+            else:
+                self._evidence.leave()
+
+    def _drop_captured(self, *instances: ExecutorInstance) -> bool:
+        """Whether there was any. Their memory is another's next: nobody reads what is left in it."""
+        if not sum(instance.interpreter.drop_captured() for instance in instances):
+            return False
+        self.device.set_owner(1)
+        if self._current is not None:
+            self.device.set_owner(self._current.instance.number)
+        return True
 
     def _use(self) -> e.Use:
         now, peak, _ = self.device.activation_stats()
@@ -208,6 +217,7 @@ class Compute:
         if lease is before or lease is None:
             return
         if before is not None:
+            self._guarded(before.instance.name, before.instance.interpreter.settle)
             self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
             before.instance.interpreter.pause()
         self._current = lease

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -54,6 +55,12 @@ class Instance:
         except RequestCancelled:
             return True
         finally:
+            # A signal that is sent once more must not come while the next request is traced: it would be met by the
+            # tracer, and once a process has died of that.
+            for thread in threading.enumerate():
+                if thread.name == "dormouse-cancel":
+                    thread.join(60)
+                    assert not thread.is_alive()
             self.handler.finish()
 
     def _tracer(self, line: int) -> Any:

@@ -15,7 +15,7 @@ from dormouse.gpuserver.commands import captures, templates
 from dormouse.gpuserver.commands.captures import CaptureCounts
 from dormouse.gpuserver.commands.interpreter import ProtocolViolation
 from dormouse.gpuserver.commands.storages import StorageFailure, whole
-from dormouse.gpuserver.device.protocol import Storages
+from dormouse.gpuserver.device.protocol import Storages, storage_at
 from dormouse.schemas import stream as wire
 
 BASE = 10
@@ -129,6 +129,11 @@ def _ahead(talk: Talk) -> list[int]:
     return sorted(talk.interpreter.table.ahead)
 
 
+def _followed(talk: Talk) -> templates.Followed:
+    assert talk.interpreter._templates._followed is not None
+    return talk.interpreter._templates._followed
+
+
 def _counts(talk: Talk) -> tuple[int, int, int, int]:
     counts: CaptureCounts = talk.interpreter.capture_counts
     return counts.captured, counts.refused, counts.dropped, counts.replayed
@@ -173,7 +178,7 @@ def test_results_are_nobody_elses(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("made", [FIRST, FIRST + 4, FIRST + 5, FIRST + 8, LAST - 1])
-@pytest.mark.parametrize("how", ["download", "leave", "end", "own", "operation", "free", "frames"])
+@pytest.mark.parametrize("how", ["download", "leave", "end", "own", "operation", "free", "frames", "settle"])
 def test_wherever_the_program_looks(talk: Talk, made: int, how: str) -> None:
     """Before the end of a section that was computed as a whole, of storages that it has written since, and freed."""
     _given(talk, 2.0)
@@ -198,6 +203,11 @@ def test_wherever_the_program_looks(talk: Talk, made: int, how: str) -> None:
             talk([*comes, wire.FREE, 1, made])
             assert made not in talk.interpreter.table.by_id
             assert talk.get(made)[0] == wire.FAILED
+        case "settle":
+            talk(comes)
+            talk.interpreter.settle()
+            assert made in talk.interpreter.table.by_id, "nothing is left to be run in another's turn"
+            assert values(talk.get(made)) == expected
         case "own":
             talk(comes)
             stored = dict(talk.interpreter.table.own())[made]
@@ -250,7 +260,7 @@ def test_what_is_written_meanwhile_is_what_is_read(talk: Talk, operation: bool) 
     assert not talk.interpreter.table.ahead
 
 
-@pytest.mark.parametrize("how", ["elsewhere", "not there yet", "spoiled", "gone"])
+@pytest.mark.parametrize("how", ["elsewhere", "smaller", "the lease's own", "not there yet", "spoiled", "gone"])
 def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
     """A model has come to other places, is still on its way, or was lost."""
     table = talk.interpreter.table
@@ -259,6 +269,12 @@ def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
             held = _bind(talk, WEIGHT)
             held.fill_(5.0)
             table.by_id[WEIGHT].bytes()
+        case "smaller":
+            at = table.by_id[WEIGHT].address
+            table.bind(WEIGHT, 8, lambda: storage_at(at, 8, torch.device("cpu")))
+            table.by_id[WEIGHT].bytes()
+        case "the lease's own":
+            table.by_id[WEIGHT].persistent = False
         case "not there yet":
             _bind(talk, WEIGHT).fill_(5.0)
         case "spoiled":
@@ -270,13 +286,16 @@ def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
     _ahead(talk)
     talk([wire.VALIDATED, len(WORDS)])
     reply = talk.get(LAST)
-    if how in ("spoiled", "gone"):
+    if how in ("spoiled", "gone", "smaller"):
         assert reply[0] == wire.FAILED
+    elif how == "the lease's own":
+        assert values(reply) == _expected(LAST, 2.0)
     else:
         value = (2.0 + 6 * 5.0) * -1 + 6 * 5.0
         assert values(reply) == [value] * 4
-    assert _counts(talk) == (1, 0, 1 if how == "elsewhere" else 0, 0)
-    assert talk.interpreter.may_capture == (how == "elsewhere")
+    given_up = how in ("elsewhere", "smaller", "the lease's own")
+    assert _counts(talk) == (1, 0, 1 if given_up else 0, 0)
+    assert talk.interpreter.may_capture == given_up
 
 
 def test_settings_choose_kernels(talk: Talk, gpu: _Gpu) -> None:
@@ -295,6 +314,66 @@ def test_settings_choose_kernels(talk: Talk, gpu: _Gpu) -> None:
         if number % 2:
             talk.interpreter.capture()
     assert _counts(talk) == (3, 0, 2, 2)
+
+
+def test_settings_that_change_each_time_are_not_captured_for_ever(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "MAX_VAIN", 3)
+    for number in range(8):
+        _given(talk, 2.0)
+        talk([wire.SET, "cublas_allow_tf32", [number % 2 == 0], wire.FOLLOW, 7, BASE, 0, [GIVEN]])
+        _ahead(talk)
+        talk([wire.VALIDATED, len(WORDS)])
+        assert values(talk.get(LAST)) == _expected(LAST, 2.0)
+        _clear(talk)
+        if talk.interpreter.may_capture:
+            talk.interpreter.capture()
+    assert _counts(talk) == (4, 0, 4, 0)
+
+
+@pytest.mark.parametrize("how", ["settings", "weights"])
+def test_what_has_changed_since_it_came_is_not_captured(talk: Talk, how: str) -> None:
+    talk.interpreter.drop_captured()
+    _given(talk, 2.0)
+    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN], wire.VALIDATED, len(WORDS)])
+    _clear(talk)
+    if how == "settings":
+        talk([wire.SET, "cublas_allow_tf32", [True]])
+    else:
+        _bind(talk, WEIGHT)
+    assert talk.interpreter.may_capture
+    talk.interpreter.capture()
+    assert not talk.interpreter.may_capture
+    assert _counts(talk) == (1, 0, 1, 0)
+
+
+def test_a_check_within_a_section_compares_what_is_not_written_again(talk: Talk) -> None:
+    words = [*WORDS, NEGATE_IN_PLACE, _own(FIRST)]
+    talk([wire.TEMPLATE, 9, words])
+    for number in range(2):
+        _given(talk, 2.0)
+        talk([wire.FOLLOW, 9, BASE, 0, [GIVEN]])
+        _ahead(talk)
+        commands = _followed(talk).commands
+        middle = len(WORDS) if number else len(words)
+        talk([wire.CHECK, middle, commands[:middle]])
+        assert values(talk.get(FIRST)) == [3.0 if number else -3.0] * 4
+        _clear(talk)
+        if talk.interpreter.may_capture:
+            talk.interpreter.capture()
+    assert _counts(talk)[3] == 1
+
+
+def test_what_is_freed_within_a_section_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_FREES", 2)
+    _given(talk, 2.0)
+    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
+    _ahead(talk)
+    for number in range(3):
+        talk([wire.VALIDATED, _place(FIRST + 4), wire.FREE, 0])
+        assert len(_followed(talk).frees) == (number + 1) % 3
+        assert (FIRST + 4 in talk.interpreter.table.by_id) == (number == 2), "command by command from there on"
+    talk([wire.VALIDATED, len(WORDS)])
+    assert values(talk.get(LAST)) == _expected(LAST, 2.0)
 
 
 def test_an_input_that_comes_between_divides(talk: Talk) -> None:
@@ -424,3 +503,11 @@ def test_few_of_an_instance_are_kept(talk: Talk, monkeypatch: pytest.MonkeyPatch
         talk.interpreter.capture()
     assert list(talk.interpreter._captures._known) == [22, 23]
     assert _counts(talk) == (5, 0, 3, 0)
+    monkeypatch.setattr(captures, "HELD_NBYTES", 100)
+    talk.interpreter.drop_captured()
+    for number in (20, 21):
+        _given(talk, 2.0)
+        talk([wire.FOLLOW, number, BASE, 0, [GIVEN], wire.VALIDATED, len(WORDS)])
+        _clear(talk)
+        talk.interpreter.capture()
+    assert list(talk.interpreter._captures._known) == [21], "64 bytes each"

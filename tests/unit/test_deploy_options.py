@@ -17,7 +17,7 @@ SAID: dict[str, Any] = {
     "quota": "2GiB", "idempotent": True, "stateless": True, "max_instances": 2, "concurrency": 3, "batch": 4,
     "batch_wait": "7ms", "env": {"MODE": "fast", "EMPTY": ""}, "requirements": "numpy\n", "allow_build": True,
     "network": True, "secrets": ["TOKEN"], "embedding": True, "convert": True, "context": 64, "dtype": "float32",
-    "ttft": "1s", "tpot": 25, "isolation": "function", "generation_config": "none", "call": ["embed"],
+    "ttft": "1s", "tpot": 25, "isolation": "function", "eager": True, "generation_config": "none", "call": ["embed"],
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_what_changed_is_said_as_it_is_written_and_without_values_of_variables()
 
 def test_a_version_of_an_older_dormouse_has_what_can_be_seen_of_it() -> None:
     said = {name: value for name, value in SAID.items() if options.OPTIONS[name].metadata["of"] == "functions"}
-    hidden = ("requirements", "allow_build", "call")
+    hidden = ("requirements", "allow_build", "call", "eager")
     said = {name: value for name, value in said.items() if name not in ("concurrency", *hidden)}
     old = served(**said)
     assert o.had(structs.replace(old, options=None)) == old.options

@@ -320,13 +320,13 @@ def test_a_setting_that_was_not_sent_before_its_lease_was_lost_is_sent_in_the_ne
     """Else the executor would go on with another precision than the function asked for."""
     (torch.ones(2).to(CUDA) + 1).tolist()  # both ends know each other
     control = loopback.node.executors[0].interpreter._control
-    before = dict(control._settings)  # what other tests of this process have set
+    before = dict(control.settings)  # what other tests of this process have set
     assert before.get("cudnn_benchmark", [False]) == [False]
     torch.backends.cudnn.benchmark = True
     try:
         loopback.stream.lose_lease()
         loopback.begin_lease()
         (torch.ones(2).to(CUDA) + 1).tolist()
-        assert control._settings == before | {"cudnn_benchmark": [True]}
+        assert control.settings == before | {"cudnn_benchmark": [True]}
     finally:
         torch.backends.cudnn.benchmark = False

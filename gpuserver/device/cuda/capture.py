@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -11,28 +12,38 @@ T = TypeVar("T")
 
 
 class CudaCapture:
-    """Graphs with one memory between them: no two run at once, and no result is used after the next replay of any."""
+    """Graphs with one memory between them: no two run at once, and no result is used after the next replay of any.
+
+    Memory whose last graph has died, or in which a capture has failed, is not used again: torch gives it back.
+    """
 
     def __init__(self) -> None:
         stream: Any = torch.cuda.Stream
-        self._stream, self._pool = stream(), torch.cuda.graph_pool_handle()
+        self._stream = stream()
+        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that live in it
 
     def __call__(self, call: Callable[[], T]) -> Callable[[], T]:
         """What computes the same anew, at the same places; it is not computed yet. Raises RuntimeError if it cannot be
         captured.
         """
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        pool = self._pool
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 made = call()
                 graph.capture_end()
             except Exception:
-                for end in (graph.capture_end, partial(_end_allocations, self._pool)):
+                self._graphs = WeakSet()
+                for end in (graph.capture_end, partial(_end_allocations, pool), partial(_release, pool)):
                     with suppress(RuntimeError, AttributeError):
                         end()
                 raise
+        self._graphs.add(graph)
 
         def replay() -> T:
             graph.replay()
@@ -45,3 +56,9 @@ def _end_allocations(pool: Any) -> None:
     """Where a capture that failed did not come to it: until then nothing is given back to the driver."""
     private: Any = torch._C
     private._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+
+
+def _release(pool: Any) -> None:
+    """The part in it of a capture that failed, which its graph does not give back."""
+    private: Any = torch._C
+    private._cuda_releasePool(torch.cuda.current_device(), pool)
