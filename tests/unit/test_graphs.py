@@ -231,6 +231,21 @@ def test_values_are_what_the_instance_has_named(named: list[Any]) -> None:
         graph.call([torch.ones(4), torch.ones(4)])
 
 
+def test_what_nothing_looks_at_may_be_something_else() -> None:
+    """As what a normalization saves, which kernels of CUDA return with a length and those of CPUs without."""
+    channels = ["float32", [3], [1], 0, 0]
+    images = ["float32", [2, 3], [3, 1], 0, 0]
+    norm = ["aten::_native_batch_norm_legit_no_training", [t(0), None, None, t(1), t(1), 0.1, 1e-5], [], "float32"]
+    results = [images, channels, channels]
+    graph = Graph(packed([*norm, results], inputs=(images, channels), outputs=[2]), CPU)
+    given = [torch.arange(6.0).view(2, 3), torch.ones(3)]
+    (found,), _ = graph.call(given)
+    assert torch.equal(found, torch.nn.functional.batch_norm(given[0], given[1], given[1]))
+    graph = Graph(packed([*norm, results], inputs=(images, channels), outputs=[2, 3]), CPU)
+    with pytest.raises(RuntimeError, match="has not returned what was captured"):
+        graph.call(given)
+
+
 def test_on_cuda_a_wrong_index_is_seen_and_leads_nowhere() -> None:
     graph = Graph(packed(LOOK_UP, inputs=(ROWS, I4)), torch.device("cuda"))
     rows = torch.arange(36.0).view(9, 4)
