@@ -211,7 +211,7 @@ def main(args: argparse.Namespace) -> None:
                 tell(name, model.measure(ways, nodes, args.rounds))
                 models.append(model)
             except (RuntimeError, AssertionError) as error:  # the others are worth having
-                tell(name, {"failed": str(error)[-1000:]})
+                tell(name, {"failed": str(error)[:1000]})
         for model in models:
             if time.monotonic() - began_s > args.seconds:
                 tell(model.name, {"compiled": {"not tried": f"{args.seconds:g} s were over"}})
@@ -221,7 +221,7 @@ def main(args: argparse.Namespace) -> None:
                 model.wait_for_build(nodes)
                 tell(model.name, model.measure(("recorded", "replayed", REDUCED, "compiled"), nodes, args.rounds))
             except (RuntimeError, AssertionError) as error:
-                tell(model.name, {"compiled": {"failed": str(error)[-1000:]}})
+                tell(model.name, {"compiled": {"failed": str(error)[:1000]}})
     report(goals_of(results), args, {"results": results})
     if any("failed" in found for found in results.values()):
         sys.exit(1)
