@@ -149,14 +149,14 @@ class Captures:
     def capture(self) -> None:
         """Capture one section, of what has come last. Under inference mode, in the instance's settings."""
         number, wanted = self._wanted.popitem()
+        if wanted.settings != self._settings or not self._all_there(wanted):
+            self._give_up(number)  # until it comes again
+            return
         if wanted.rest is None:
             self._known[number] = {}
             self._vain[number] = self._vain.get(number, 0) + 1
             breaks = self._breaks[number] | wanted.template.waits
             wanted.rest = sections(wanted.template, self._keys, self._plans, breaks)
-        if wanted.settings != self._settings or not self._all_there(wanted):
-            self._give_up(number)  # until it comes again
-            return
         if wanted.rest:
             section = wanted.rest.pop()
             self._known[number][section.start] = self._captured(section, wanted)

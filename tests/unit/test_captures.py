@@ -95,9 +95,7 @@ def talk(gpu: _Gpu) -> Talk:
     talk([], [0, F4], [RELU, unary("aten::relu"), NEGATE_IN_PLACE, IN_PLACE, ABS, unary("aten::abs"), ADD, SUM])
     talk([wire.TEMPLATE, 7, WORDS, wire.TEMPLATE, 8, _words(late=True)])
     _given(talk, 1.0)
-    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
-    _ahead(talk)
-    talk([wire.VALIDATED, len(WORDS)])
+    _come_through(talk)
     assert values(talk.get(LAST)) == _expected(LAST, 1.0)
     _clear(talk)
     assert talk.interpreter.may_capture
@@ -127,6 +125,13 @@ def _ahead(talk: Talk) -> list[int]:
     while talk.interpreter.ahead():
         pass
     return sorted(talk.interpreter.table.ahead)
+
+
+def _come_through(talk: Talk) -> None:
+    """The program, with as much as may be computed ahead of it."""
+    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
+    _ahead(talk)
+    talk([wire.VALIDATED, len(WORDS)])
 
 
 def _followed(talk: Talk) -> templates.Followed:
@@ -282,9 +287,7 @@ def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
         case _:
             table.unbind([WEIGHT])
     _given(talk, 2.0)
-    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
-    _ahead(talk)
-    talk([wire.VALIDATED, len(WORDS)])
+    _come_through(talk)
     reply = talk.get(LAST)
     if how in ("spoiled", "gone", "smaller"):
         assert reply[0] == wire.FAILED
@@ -399,9 +402,7 @@ def test_an_input_is_as_large_as_what_is_read_of_it(talk: Talk, nbytes: int) -> 
     _given(talk, 2.0)
     talk([wire.FREE, 1, GIVEN])
     talk.put(GIVEN, [2.0] * (nbytes // 4))
-    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
-    _ahead(talk)
-    talk([wire.VALIDATED, len(WORDS)])
+    _come_through(talk)
     reply = talk.get(LAST)
     assert reply[0] == (wire.VALUE if nbytes == 16 else wire.FAILED)
     assert _counts(talk) == (1, 0, 0, 1 if nbytes == 16 else 0), "the capture is as good as before"
@@ -431,9 +432,7 @@ def test_a_capture_that_fails_changes_nothing(gpu: _Gpu, talk: Talk, error: Exce
     assert talk.interpreter.drop_captured()
     for number in range(3):
         _given(talk, 2.0)
-        talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
-        _ahead(talk)
-        talk([wire.VALIDATED, len(WORDS)])
+        _come_through(talk)
         assert values(talk.get(LAST)) == _expected(LAST, 2.0)
         _clear(talk)
         assert talk.interpreter.may_capture == (number == 0), "it is tried once"
@@ -445,9 +444,7 @@ def test_a_capture_that_fails_changes_nothing(gpu: _Gpu, talk: Talk, error: Exce
 def test_a_replay_that_fails_changes_nothing(gpu: _Gpu, talk: Talk) -> None:
     gpu.fails = torch.OutOfMemoryError("no room")
     _given(talk, 2.0)
-    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
-    _ahead(talk)
-    talk([wire.VALIDATED, len(WORDS)])
+    _come_through(talk)
     assert values(talk.get(LAST)) == _expected(LAST, 2.0)
     assert _counts(talk) == (1, 0, 1, 0)
 
