@@ -265,19 +265,21 @@ class World:
         """What there is to do for it, and what comes of that."""
         while True:
             self.heard(lambda: None)
-            try:
-                item = self.orders.items.get_nowait()
-            except queue.Empty:
+            if self.orders.idle:
                 return
-            self.compute.carry_out(item)
+            self.compute.carry_out(self.orders.next_item())
 
     def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
+        self.woken(serial, instance, worth, peers)
+        self.run()
+
+    def woken(self, serial: int, instance: str, worth: dict[str, float] | None = None, peers: Any = ()) -> None:
+        """The compute thread is yet to see it."""
         lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
         wake = m.Wake(
             lease=lease, instance=instance, version=0, worth=worth or {}, peers=list(peers), activation_nbytes=0
         )
         self.heard(self.leases.wake, wake)
-        self.run()
 
     def frame(self, serial: int, number: int, *commands: Any, metas: Any = (), keys: Any = (), name: str = "a") -> None:
         data = msgpack.packb([serial, 5, number, [list(metas), list(keys)], list(commands)])

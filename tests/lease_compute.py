@@ -14,6 +14,7 @@ from dormouse.core.memory.pools.protocol import Pool, PoolChange
 from dormouse.gpuserver.executor import orders
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.gate import FrameHeader, follows
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -49,6 +50,13 @@ class Orders(orders.Orders):
     def give(self, order: orders.Item) -> None:
         assert self._asked or not isinstance(order, o.ComputeAnswer), "an answer to nothing, or a second one"
         super().give(order)
+
+
+@dataclass(frozen=True)
+class Listening:
+    """An order to hear an instance, once the compute thread has begun with its lease."""
+
+    begin: o.Begin
 
 
 class Failed(Exception):
@@ -169,7 +177,7 @@ class Compute:
             yield lambda: bool(self.orders.items)
             yield from self._carry_out(self.orders.items.get())
 
-    def _carry_out(self, item: o.Order | o.ComputeAnswer) -> Iterator[Wait]:
+    def _carry_out(self, item: o.Order | Listening | o.ComputeAnswer) -> Iterator[Wait]:
         self._arrange()
         match item:
             case o.Arrange() | o.ComputeAnswer():
@@ -184,8 +192,11 @@ class Compute:
                 for each in coming.values() if refused else ():
                     each.stage = Stage.LOST
                 self.world.later(partial(self.world.begin_ahead, Board(serial, coming, ahead=True)))
-            case o.Execute():
-                yield from self._execute(item)
+            case o.Execute(serial=serial, data=data):
+                if (run := (yield from self._run_frame(serial, data))) is not None:
+                    self.world.post(e.Executed(serial, run[0], 0.001, self._use(), run[1]))
+            case Listening(begin=begin):
+                yield from self._listen(begin)
             case o.CopyOut():
                 if (lease := self.leases.get(item.serial)) is not None:
                     self._copy_out(lease, item)
@@ -338,28 +349,45 @@ class Compute:
             found = self.memory.read(tenant.table[entry.storage].offset, entry.nbytes)
             assert found == self.world.store.values[segment], f"segment {segment} is said to be here"
 
-    def _execute(self, execute: o.Execute) -> Iterator[Wait]:
-        lease = self.leases.get(execute.serial)
-        if lease is None or execute.serial in self.orders.skipped:
-            return
+    def _listen(self, begin: o.Begin) -> Generator[Wait, None, None]:
+        """The frames that its instance sends, until there is something else to do."""
+        serial, heard = begin.serial, self.world.lent[begin.instance]
+        yield lambda: bool(heard or self.orders.items)
+        count, replies, ended = 0, list[bytes](), None
+        while heard and not self.orders.items and ended is None:
+            if not follows(heard[0], FrameHeader(serial, SECRET, 0), count + 1):
+                break
+            self.world.given[serial] += 1
+            if (run := (yield from self._run_frame(serial, heard.popleft()))) is None:
+                break
+            count, ended = count + 1, run[1]
+            replies += run[0]
+        self.world.post(e.Executed(serial, replies, 0.001 * count, self._use(), ended, count, count))
+        self.world.later(partial(self.world.take_back, begin.instance))
+
+    def _run_frame(self, serial: int, data: bytes) -> Generator[Wait, None, tuple[list[bytes], e.Ended | None] | None]:
+        """Replies, and what its END did; None if it is not to be run, or ends its instance."""
+        lease = self.leases.get(serial)
+        if lease is None or serial in self.orders.skipped:
+            return None
         try:
-            serial, secret, number, _, commands = msgpack.unpackb(execute.data)
+            serial, secret, number, _, commands = msgpack.unpackb(data)
         except ValueError:
             self.world.post(e.Escaped(lease.tenant.name, "a frame that does not decode"))
-            return
+            return None
         assert (serial, secret) == (lease.serial, SECRET)
         assert not self.world.dones[serial], "a frame of a lease that is over"
         if number != lease.number + 1 or lease.writing is not None:
             assert lease.writing is not None, "frames out of order"
             self.world.post(e.Escaped(lease.tenant.name, "a frame behind the END"))
-            return
+            return None
         lease.number = number
         ended: e.Ended | None = None
         for command in commands:
             yield always
             if command[0] == "bad":
                 self.world.post(e.Escaped(lease.tenant.name, "no command"))
-                return
+                return None
             if command[0] == "end":
                 lease.waits = command[1]
                 yield from self._end(lease)
@@ -368,8 +396,7 @@ class Compute:
             with contextlib.suppress(Failed):
                 yield from self._command(lease, *command)
         self.world.executed[serial] = number
-        replies = [bytes(msgpack.packb([wire.ACK, serial, number]))]
-        self.world.post(e.Executed(serial, replies, 0.001, self._use(), ended))
+        return [bytes(msgpack.packb([wire.ACK, serial, number]))], ended
 
     def _command(self, lease: Running, what: str, which: int, flag: int) -> Iterator[Wait]:
         table = lease.tenant.table

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import msgpack
-from lease_compute import SECRET, Compute, Tenant
+from lease_compute import SECRET, Compute, Listening, Tenant
 from lease_memory import POOLS, WRONG, Board, Coming, Ledger, Memory, Stage
 from lease_store import Store
 
@@ -71,6 +71,7 @@ class World:
         self.hostile: set[str] = set()
         self.gone: set[str] = set()  # said to the machine, or on the way
         self.senders: dict[int, Sender] = {}
+        self.lent: dict[str, deque[bytes]] = {}  # by instance: what the compute thread is to hear, and has not taken
         # what has been, by serial
         self.wakes: dict[int, m.Wake] = {}
         self.given: Counter[int] = Counter()  # frames to the compute thread
@@ -99,6 +100,17 @@ class World:
 
     def later(self, work: Callable[[], None]) -> None:
         self.posts.append(work)
+
+    def hear(self, instance: str, data: bytes) -> None:
+        """What it has sent: the compute thread hears it itself, or the gate."""
+        if instance in self.lent:
+            self.lent[instance].append(data)
+        else:
+            self.handle(e.Heard(instance, data))
+
+    def take_back(self, instance: str) -> None:
+        for data in self.lent.pop(instance):
+            self.handle(e.Heard(instance, data))
 
     def post(self, event: e.Event) -> None:
         self.later(partial(self.handle, event))
@@ -195,6 +207,13 @@ class World:
                 self.stop_ahead(serial)
             case m.Preloaded() | m.Unloaded():
                 self.to_controller.append(effect)
+            case o.Listen(begin=begin) if begin.serial % 4 == 0:
+                self._events.append(e.NotLent(begin.serial))
+            case o.Listen(begin=begin):
+                self._order(begin)
+                self.compute.orders.give(begin)
+                self.lent[begin.instance] = deque()
+                self.compute.orders.items.put(Listening(begin))
             case _:
                 self._order(effect)
                 self.compute.orders.give(effect)
@@ -475,6 +494,7 @@ class World:
         manifest = m.Manifest(instance=name, version=0, entries=[], segments=[])
         self.compute.tenants[name] = Tenant(name, manifest)
         self.handle(e.InstanceAttached(name, "t"))
+        self.machine._state.instances[name].uses = True  # as after its first lease that had commands
 
     def sending(self) -> list[Seat]:
         """Who may send a frame."""
@@ -492,7 +512,7 @@ class World:
         sender.number += 1
         sender.ended = sender.ended or any(command[0] == "end" for command in commands)
         data = msgpack.packb([seat.serial, SECRET, sender.number, [[], []], commands])
-        self.handle(e.Heard(seat.instance, data))
+        self.hear(seat.instance, data)
 
     # --- the end
 

@@ -28,7 +28,7 @@ from dormouse.gpuserver.executor.leased import FrameOutcome, Leased, brought_ahe
 from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import follows, read_header
+from dormouse.gpuserver.lease.gate import follows
 from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Place
@@ -71,7 +71,7 @@ class Compute:
 
     def run(self) -> None:
         """Until there is None to do."""
-        while (item := self.orders.items.get()) is not None:
+        while (item := self.orders.next_item()) is not None:
             self.carry_out(item)
             self._capture()
 
@@ -256,28 +256,33 @@ class Compute:
 
     def _serve(self, serve: Serve) -> None:
         """The frames of a lease as its instance sends them. What is not the next one is for the gate to judge."""
-        loan, serial = serve.loan, serve.execute.serial
-        header, busy_s, followed, idle_s, ended = read_header(serve.execute.data), 0.0, -1, 0.0, None
-        data: bytes | None = serve.execute.data
-        while data is not None and (run := self._run(serial, data)) is not None:
-            busy_s += run.busy_s
-            followed += 1
-            if run.replies:
-                loan.send(b"".join(run.replies))
-            if (ended := run.ended) is not None:
-                break
-            if (ahead_s := self._go_ahead(serial, loan)) is None:
-                break
-            busy_s += ahead_s
-            waited_s = time.monotonic()
-            data = self.orders.next_frame(loan, self._turn_s)
-            if data is None:
-                idle_s = time.monotonic() - waited_s
-            elif not follows(data, header, followed + 1):
-                loan.heard.appendleft(data)
-                break
-        if followed >= 0:
-            self._post(e.Executed(serial, [], busy_s, self._use(), ended, followed, idle_s))
+        loan, serial, data = serve.loan, serve.serial, serve.given
+        frames, busy_s, idle_s, ended = 0, 0.0, 0.0, None
+        heard_before = 0 if data is None else 1
+        with self.orders.hearing(loan):
+            while serial in self._leases and serial not in self.orders.skipped:
+                if data is None:
+                    waited_s = time.monotonic()
+                    if (data := self.orders.next_frame(loan, self._turn_s)) is None:
+                        idle_s = time.monotonic() - waited_s
+                        break
+                    if not follows(data, serve.header, frames + 1 - heard_before):
+                        loan.heard.appendleft(data)
+                        break
+                if (run := self._run(serial, data)) is None:
+                    break
+                frames, data = frames + 1, None
+                busy_s += run.busy_s
+                if run.replies:
+                    loan.send(b"".join(run.replies))
+                if (ended := run.ended) is not None:
+                    break
+                if (ahead_s := self._go_ahead(serial, loan)) is None:
+                    break
+                busy_s += ahead_s
+        if frames or serve.given is None:
+            heard = frames - heard_before
+            self._post(e.Executed(serial, [], busy_s, self._use(), ended, frames, heard, idle_s))
         self._post(Repaid(loan))
 
     def _go_ahead(self, serial: int, loan: Loan) -> float | None:

@@ -16,6 +16,7 @@ from dormouse.gpuserver.executor.orders import Attach, Orders, Posted, Repaid, S
 from dormouse.gpuserver.executor.wakes import BeginWake, Recipients, StopWake, WakeOver, Wakes
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.gate import read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
@@ -133,6 +134,10 @@ class Leases:
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)
             case o.Execute(alone=True, instance=instance) if (loan := self._outside.lend(instance)) is not None:
-                self.orders.give(Serve(effect, loan))
+                self.orders.give(Serve(effect.serial, read_header(effect.data), loan, effect.data))
+            case o.Listen(begin=begin) if (loan := self._outside.lend(begin.instance)) is not None:
+                self.orders.listen(begin, loan)
+            case o.Listen(begin=begin):
+                self._events.append(e.NotLent(begin.serial))
             case _:
                 self.orders.give(effect)

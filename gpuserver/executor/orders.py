@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 from collections import deque
+from collections.abc import Iterator
 from queue import SimpleQueue
 
 from msgspec import Struct
@@ -13,6 +14,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.gate import FrameHeader
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -25,10 +27,14 @@ class Attach(Struct, frozen=True, gc=False):
 
 
 class Serve(Struct, frozen=True, gc=False):
-    """A frame, and those that follow it on the instance's connection, until there is anything else to do."""
+    """The frames that follow the one with this header, which is ``given``, on the instance's connection, until there is
+    anything else to do; None: it had none.
+    """
 
-    execute: o.Execute
+    serial: int
+    header: FrameHeader
     loan: Loan
+    given: bytes | None
 
 
 class Repaid(Struct, frozen=True, gc=False):
@@ -56,10 +62,14 @@ class Orders:
         self.urgent: SimpleQueue[Item] = SimpleQueue()
         self._asked = False  # it waits for an answer
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._listening = False  # it waits for frames, and hears the bell
+        self._sleeps = False  # it waits for frames or orders, and hears the bell
+        self._quiet = False  # it need not look at what it has been given
+        self._poll = select.epoll()
+        self._poll.register(self._bell, select.EPOLLIN)
         self._leaving: set[int] = set()  # leases whose seat is to be left, or has been
 
     def close(self) -> None:
+        self._poll.close()
         os.close(self._bell)
 
     def heard(self, event: Posted) -> None:
@@ -77,7 +87,8 @@ class Orders:
             self.urgent.put(order)
         else:
             self.items.put(order)
-            if self._listening:
+            self._quiet = False
+            if self._sleeps:
                 os.eventfd_write(self._bell, 1)
         if isinstance(order, o.Own):
             self._leaving.add(order.serial)
@@ -86,6 +97,34 @@ class Orders:
         elif isinstance(order, o.Return):
             self._leaving.discard(order.begin.serial)
 
+    def listen(self, begin: o.Begin, loan: Loan) -> None:
+        """Two orders that wait until there is something to hear, or another order."""
+        self._quiet = self.items.empty()
+        self.items.put(begin)
+        self.items.put(Serve(begin.serial, FrameHeader(begin.serial, begin.secret, 0), loan, None))
+        self._poll.register(loan.fileno(), select.EPOLLIN)
+
+    def next_item(self) -> Item:
+        """Wait for what is to be done."""
+        while self.idle:
+            self._wait(None)
+        return self.items.get()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing that cannot wait."""
+        return self._quiet or self.items.empty()
+
+    @contextlib.contextmanager
+    def hearing(self, loan: Loan) -> Iterator[None]:
+        """`next_frame` waits for it."""
+        with contextlib.suppress(FileExistsError):  # see `listen`
+            self._poll.register(loan.fileno(), select.EPOLLIN)
+        try:
+            yield
+        finally:
+            self._poll.unregister(loan.fileno())
+
     def next_frame(self, loan: Loan, timeout_s: float) -> bytes | None:
         """The next message on this connection, for the compute thread; None as soon as there is an order to carry out,
         the connection is to be given back, so many wait that the gate has to look, or for ``timeout_s`` seconds none.
@@ -93,8 +132,10 @@ class Orders:
         while self.items.empty() and not loan.over and len(loan.heard) < wire.WINDOW_FRAMES:
             if loan.heard:
                 return loan.heard.popleft()
-            if not self._wait(loan, timeout_s):
+            if not (ready := self._wait(timeout_s)):
                 break
+            if loan.fileno() in ready:
+                loan.read()
         return None
 
     def pressing(self, loan: Loan) -> bool:
@@ -103,23 +144,18 @@ class Orders:
             loan.read()
         return not self.items.empty() or loan.over or bool(loan.heard)
 
-    def _wait(self, loan: Loan, timeout_s: float) -> bool:
-        """Until something can be read, or is given; False if time is up."""
-        poll = select.poll()
-        poll.register(loan.fileno(), select.POLLIN)
-        poll.register(self._bell, select.POLLIN)
-        self._listening = True
+    def _wait(self, timeout_s: float | None) -> list[int]:
+        """Until something can be read, or is given, on the bell; none if time is up."""
+        self._sleeps = True
         try:
-            ready = poll.poll(timeout_s * 1000) if self.items.empty() else [(self._bell, 0)]
+            ready = [fd for fd, _ in self._poll.poll(timeout_s)] if self.idle else [self._bell]
         finally:
-            self._listening = False
-        for fd, _ in ready:
-            if fd == loan.fileno():
-                loan.read()
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
-        return bool(ready)
+            self._sleeps = False
+        self._quiet = False
+        if self._bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        return ready
 
     def _makes_room(self, order: Item) -> bool:
         match order:

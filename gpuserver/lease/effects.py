@@ -42,6 +42,14 @@ class Begin(Struct, frozen=True, gc=False):
     refused: str = ""
 
 
+class Listen(Struct, frozen=True, gc=False):
+    """Begin with this lease when its instance has sent its first frame: the compute thread hears it itself, and those
+    that follow, until there is something else to do. Nobody wakes it before. Answered with `Executed`, or `NotLent`.
+    """
+
+    begin: Begin
+
+
 class Execute(Struct, frozen=True, gc=False):
     """A frame. ``alone``: the lease has no other on its way, nor has anybody else a turn: the compute thread may hear
     those that follow it from its instance itself, until there is something else to do.
@@ -188,5 +196,15 @@ class ComputeAnswer(Struct, frozen=True, gc=False):
 ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn | m.Preloaded | m.Metered | m.Unloaded
 ToStore = m.AskPlace | m.Written | m.LetGo | m.FirstUse
 Effect = (
-    Order | Skip | StopBringing | OpenRuntime | Reply | Expel | ToRuntimeOf | ComputeAnswer | ToController | ToStore
+    Order
+    | Listen
+    | Skip
+    | StopBringing
+    | OpenRuntime
+    | Reply
+    | Expel
+    | ToRuntimeOf
+    | ComputeAnswer
+    | ToController
+    | ToStore
 )

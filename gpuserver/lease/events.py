@@ -113,15 +113,24 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class Executed(Struct, frozen=True, gc=False):
-    """A frame of a lease, and so many that followed it, in ``busy_s`` seconds; the last was ``idle_s`` ago."""
+    """Frames of a lease, in ``busy_s`` seconds; the last was ``idle_s`` ago. So many of them the compute thread has
+    ``heard`` itself.
+    """
 
     serial: int
     replies: list[bytes]
     busy_s: float
     use: Use
     ended: Ended | None = None
-    followed: int = 0
+    frames: int = 1
+    heard: int = 0
     idle_s: float = 0.0
+
+
+class NotLent(Struct, frozen=True, gc=False):
+    """The compute thread cannot hear the instance of this lease itself, and does not know of the lease."""
+
+    serial: int
 
 
 class Escaped(Struct, frozen=True, gc=False):
@@ -277,6 +286,7 @@ Event = (
     | WakeAsked
     | Begun
     | Executed
+    | NotLent
     | Escaped
     | Unmapped
     | CopiedOut

@@ -60,6 +60,7 @@ class HeldLease:
     state: LeaseState = LeaseState.RUNNING
     begun: bool = False  # the compute thread knows of it
     frames: int = 0  # given to the compute thread, not executed
+    listens: bool = False  # one of them is yet to be sent: the compute thread hears its instance itself
     used: bool = False  # there was a frame
     reached: bool = False  # the compute thread has begun with it
     refused: str = ""  # why its model is not here
@@ -151,6 +152,7 @@ class AttachedInstance:
     llm: bool = False  # its leases are a runtime's
     group: str = ""
     adapter: bool = False
+    uses: bool = False  # its last lease had commands
 
     @property
     def segments(self) -> set[int]:

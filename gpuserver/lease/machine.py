@@ -79,6 +79,8 @@ class Machine:
                 turns.admit(state, state.gate.frame(event.instance, event.data))
             case e.Executed():
                 turns.executed(state, event)
+            case e.NotLent():
+                turns.not_lent(state, event.serial)
             case e.WakeAsked():
                 state.worth = state.worth_here(event.wake.worth, event.wake.instance)
                 turns.over(state, event.wake.over)

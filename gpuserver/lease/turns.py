@@ -58,6 +58,10 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
     actions = state.gate.start(lease.serial, wake.lease.secret, wake.instance)
     if plan.missing or lease.refused or lease.runtime:
         tell_begin(state, lease, instance, plan, woken.rates)
+    elif state.turns == 1 and instance.uses and not actions:
+        lease.begun = lease.listens = True
+        lease.frames = 1
+        state.emit(o.Listen(begin_order(state, lease, instance, plan, None)))
     if lease.runtime:
         runtimes.seated(state, lease)
     else:
@@ -154,6 +158,9 @@ def resume(state: MachineState, serial: int) -> bool:
 
 def tick(state: MachineState) -> None:
     for lease in state.leases.values():
+        if lease.listens and state.now_s >= lease.since_s + state.turn_s:
+            lease.listens = False
+            state.emit(o.Recall(lease.serial))
         if may_idle(lease) and state.now_s >= lease.since_s + state.turn_s:
             lease.idle = True
             state.emit(m.Idle(serial=lease.serial))
@@ -195,8 +202,22 @@ def deliver(state: MachineState, lease: HeldLease, data: bytes) -> None:
         state.emit(m.Busy(serial=lease.serial))
     alone = not lease.frames and state.turns == 1 and lease.state is LeaseState.RUNNING
     lease.frames += 1
-    lease.used = True
+    _use(state, lease)
     state.emit(o.Execute(lease.serial, data, lease.instance, alone))
+
+
+def _use(state: MachineState, lease: HeldLease) -> None:
+    lease.used = True
+    if (instance := state.instances.get(lease.instance)) is not None:
+        instance.uses = True
+
+
+def not_lent(state: MachineState, serial: int) -> None:
+    """Its frames come here; the compute thread is told of it with the first."""
+    lease = state.leases[serial]
+    lease.begun = lease.listens = False
+    lease.frames -= 1
+    state.instances[lease.instance].bound = False
 
 
 def executed(state: MachineState, event: e.Executed) -> None:
@@ -204,14 +225,17 @@ def executed(state: MachineState, event: e.Executed) -> None:
     lease = state.leases.get(event.serial)
     if lease is None:
         return
-    state.gate.passed(event.serial, event.followed)
-    state.gate.acknowledge(event.serial, 1 + event.followed)
+    state.gate.passed(event.serial, event.heard)
+    state.gate.acknowledge(event.serial, event.frames)
     if event.replies:
         state.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
     lease.reached = True
     lease.busy_us += state.meter.busy(lease.instance, event.busy_s)
-    lease.since_s = state.now_s - event.idle_s
+    lease.listens = False
+    if event.frames:
+        _use(state, lease)
+        lease.since_s = state.now_s - event.idle_s
     if event.ended is not None:
         endings.ended(state, lease, event.ended, event.use)
     elif lease.state is LeaseState.YIELDING and not lease.frames:
@@ -229,6 +253,8 @@ def over(state: MachineState, serials: Iterable[int]) -> None:
         if lease is None and (woken := waiting(state, serial)) is not None:
             state.coming.remove(woken)
             admit(state, state.gate.skip(serial))
+        if lease is not None and not lease.used:
+            state.instances[lease.instance].uses = False
         if lease is None or lease.state is LeaseState.CLOSING:
             continue
         if lease.used:
@@ -261,7 +287,8 @@ def waiting(state: MachineState, serial: int) -> e.WakeAsked | None:
 
 def next_deadline_s(state: MachineState) -> float | None:
     """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
-    due = [lease.since_s + state.turn_s for lease in state.leases.values() if may_idle(lease)]
+    leases = state.leases.values()
+    due = [lease.since_s + state.turn_s for lease in leases if lease.listens or may_idle(lease)]
     if state.unknown is not None:
         due.append(state.unknown[1] + VERSION_S)
     return min(due, default=None)

@@ -62,6 +62,11 @@ class Serving(World):
         """On the connection, not to the executor's thread."""
         self.ours.sendall(zmtp.framed(msgpack.packb([serial, secret, number, [[], list(keys)], list(commands)])))
 
+    def hear_out(self) -> None:
+        """As the compute thread does when something has come."""
+        self.compute.carry_out(self.orders.next_item())
+        self.run()
+
     def replies(self, count: int) -> list[Any]:
         """So many of those that came on the connection."""
         reader = zmtp.Reader(1 << 20)
@@ -82,7 +87,7 @@ class Serving(World):
 
         def later() -> None:
             end = threading.Event()
-            while not (self.orders._listening and not self._theirs_waits()):
+            while not (self.orders._sleeps and not self._theirs_waits()):
                 end.wait(0.001)
             for event in events:
                 self.heard(self.hear, event)
@@ -121,13 +126,112 @@ def test_a_request_is_served_without_the_executors_thread(world: Serving) -> Non
         [wire.ACK, 1, 2],
     ]
     (executed,) = world.executed
-    assert (executed.followed, executed.ended is not None) == (2, True)
+    assert (executed.frames, executed.heard, executed.ended is not None) == (3, 2, True)
     assert not world.lent
-    world.wake(2)  # numbers begin anew
-    world.say(2, 2, wire.END, 9, wire.END_QUIET)
-    world.frame(2, 1, wire.DOWNLOAD, 7, 1, 0, -1)
-    assert world.until(m.Done).outcome == "ended"
-    assert world.replies(2) == [[wire.VALUE, 7, ONES], [wire.ACK, 2, 1]]
+
+
+@pytest.fixture
+def warm(world: Serving) -> Serving:
+    """The instance's first lease had commands, and its model is still there."""
+    world.wake(1)
+    world.say(1, 2, wire.END, 9, wire.END_QUIET)
+    world.frame(1, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META)
+    assert world.until(m.Done).serial == 1
+    world.replies(2)
+    world.executed.clear()
+    return world
+
+
+@pytest.fixture
+def listening(warm: Serving) -> Serving:
+    """The compute thread waits for the first frame of its next."""
+    warm.wake(3)
+    assert (warm.lent, warm.orders.idle, warm.executed) == (True, True, [])
+    return warm
+
+
+def test_the_first_frame_of_the_next_request_wakes_the_compute_thread_alone(listening: Serving) -> None:
+    listening.say(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
+    listening.say(3, 2, wire.END, 9, wire.END_QUIET)
+    listening.hear_out()
+    (executed,) = listening.executed
+    assert (executed.frames, executed.heard, executed.ended is not None) == (2, 2, True)
+    assert listening.until(m.Done).outcome == "ended"
+    assert listening.replies(2) == [[wire.VALUE, 7, ONES], [wire.ACK, 3, 1]]
+    assert not listening.lent
+
+
+@pytest.mark.parametrize(
+    ("serial", "number", "secret", "complaint"),
+    [
+        (3, 2, 5, "frame 2 after frame 0"),
+        (3, 0, 5, "frame 0 after frame 0"),
+        (3, 1, 6, "a frame under lease 3, which is not this instance's"),
+    ],
+)
+def test_a_first_frame_that_is_not_the_first_is_judged_by_the_gate(
+    listening: Serving, serial: int, number: int, secret: int, complaint: str
+) -> None:
+    listening.say(serial, number, wire.DOWNLOAD, 8, 1, 0, -1, secret=secret)
+    listening.hear_out()
+    assert listening.until(Violated).text == complaint
+    assert listening.until(m.Done).outcome == "violated"
+    assert [executed.frames for executed in listening.executed] == [0]
+
+
+def test_a_request_without_commands_ends_and_the_next_is_not_waited_for(listening: Serving) -> None:
+    listening.does(m.Over(serials=[3]))
+    assert listening.until(m.Done).outcome == "ended"
+    assert [executed.frames for executed in listening.executed] == [0]
+    listening.wake(4)
+    assert not listening.lent
+    listening.does(m.Over(serials=[4]))
+    assert 4 not in listening.leases.machine.leases, "the compute thread never knew of it"
+
+
+def test_who_sends_no_first_frame_is_idle(listening: Serving) -> None:
+    """And is heard by the gate from then on."""
+    machine = listening.leases.machine
+    began_s = machine.leases[3].since_s
+    machine._state.turn_s = 0.0
+    assert machine.next_deadline_s == began_s
+    listening.does(e.Tick())
+    assert not listening.lent
+    assert ([executed.frames for executed in listening.executed], machine.leases[3].since_s) == ([0], began_s)
+    listening.does(e.Tick())
+    assert listening.until(m.Idle).serial == 3
+    listening.compute._turn_s = 0.01
+    listening.frame(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
+    assert listening.until(m.Busy).serial == 3
+    assert listening.replies(2) == [[wire.VALUE, 7, ONES], [wire.ACK, 3, 1]]
+    listening.does(m.Revoke(serial=3))
+
+
+def test_a_turn_is_lost_before_the_first_frame(listening: Serving) -> None:
+    listening.does(m.Pause(serial=3))
+    assert (state(listening, 3), listening.lent) == (LeaseState.PAUSED, False)
+    listening.does(m.Turn(serial=3))
+    assert state(listening, 3) is LeaseState.RUNNING
+    listening.does(m.Revoke(serial=3))
+    assert listening.until(m.Done).outcome == "revoked"
+
+
+def test_what_was_ordered_before_does_not_wait_for_a_first_frame(warm: Serving) -> None:
+    warm.orders.give(None)
+    warm.woken(3, "a")
+    assert (warm.lent, warm.orders.idle) == (True, False)
+    assert warm.orders.next_item() is None
+    warm.does(m.Revoke(serial=3))
+    assert warm.until(m.Done).outcome == "revoked"
+
+
+def test_a_connection_that_cannot_be_had_is_heard_by_the_gate(world: Serving) -> None:
+    for serial in (1, 2):
+        world.wake(serial, "b")
+        assert (world.loans, world.orders.items.empty()) == ([], True)
+        world.frame(serial, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META if serial == 1 else (), name="b")
+        world.frame(serial, 2, wire.END, 9, wire.END_QUIET, name="b")
+        assert world.until(m.Done).outcome == "ended"
 
 
 def test_a_turn_is_lost_while_it_listens(world: Serving) -> None:
@@ -141,7 +245,7 @@ def test_a_turn_is_lost_while_it_listens(world: Serving) -> None:
     assert state(world, 1) is LeaseState.PAUSED
     assert not world.lent
     (executed,) = world.executed
-    assert (executed.followed, executed.idle_s < WAIT_S / 2) == (1, True)
+    assert (executed.heard, executed.idle_s < WAIT_S / 2) == (1, True)
     assert [reply[:2] for reply in world.replies(4)] == [[wire.VALUE, 7], [wire.ACK, 1], [wire.VALUE, 8], [wire.ACK, 1]]
     world.heard(world.hear, e.Heard("a", msgpack.packb([1, 5, 3, [[], []], [wire.DOWNLOAD, 9, 1, 0, -1]])))
     assert world.until(m.WantsTurn).serial == 1
@@ -160,7 +264,7 @@ def test_a_frame_that_is_here_already_waits_for_an_order(world: Serving) -> None
     world.compute.carry_out(world.orders.items.get_nowait())
     assert world.orders.items.get_nowait() is None
     world.heard(lambda: None)
-    assert [executed.followed for executed in world.executed] == [0]
+    assert [executed.heard for executed in world.executed] == [0]
     assert not world.lent
     assert world.replies(2) == [[wire.VALUE, 7, ZEROS], [wire.ACK, 1, 1]]
     world.does(m.Revoke(serial=1))
@@ -184,7 +288,7 @@ def test_what_is_not_the_next_frame_is_judged_by_the_gate(
     assert world.until(Violated).text == complaint
     assert world.until(m.Done).outcome == "violated"
     assert world.replies(2)[0] == [wire.VALUE, 7, ZEROS]
-    assert [executed.followed for executed in world.executed] == [0]
+    assert [executed.heard for executed in world.executed] == [0]
 
 
 def test_a_frame_that_cannot_be_executed_ends_its_instance(world: Serving) -> None:
@@ -252,7 +356,7 @@ def test_a_reply_that_finds_no_room_is_left_to_the_loop(world: Serving) -> None:
     world.frame(1, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META)
     assert zmtp.framed(world.loans[0].unsent) != b"\0\0"
     assert world.loans[0].over
-    assert [executed.followed for executed in world.executed] == [0]
+    assert [executed.heard for executed in world.executed] == [0]
     world.does(m.Revoke(serial=1))
 
 

@@ -45,6 +45,8 @@ class Hand:
         effects = self(e.WakeAsked(wake_of(serial, name), e.WakeRates(1.0, 0.0)))
         missing = [segment for begin in effects if isinstance(begin, o.Begin) for segment, _, _ in begin.missing]
         self(e.Came(serial, missing))
+        if of(o.Listen, effects):  # there are no connections here
+            self(e.NotLent(serial))
         return effects
 
     def frame(self, serial: int, number: int, name: str) -> list[o.Effect]:

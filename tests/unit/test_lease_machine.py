@@ -157,7 +157,7 @@ class Leases(RuleBasedStateMachine):
                 serial, secret, number = own[0], SECRET + 1, world.senders[own[0]].number + 1
             command = ["bad"] if which % 2 else ["read", 0, 0]
             data = msgpack.packb([serial, secret, number, [[], []], [command]])
-            world.handle(e.Heard(name, data[: len(data) // 4] if which % 5 == 4 else data))
+            world.hear(name, data[: len(data) // 4] if which % 5 == 4 else data)
 
     def dies(self, which: int, segments: list[int]) -> None:
         """And another takes its place; both are said by the controller and by the store, in any order."""
