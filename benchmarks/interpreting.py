@@ -24,14 +24,28 @@ from dormouse.client_shim.commands import recorder
 from dormouse.core.native import EXECUTOR, Extension
 from dormouse.gpuserver.commands import fast_path
 
+CLOCK: Final = """namespace {
+int64_t boxed_ns = 0;
+int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+template <typename Stack>
+void timed(const c10::OperatorHandle& operation, Stack* stack) {
+  const int64_t before_ns = now_ns();
+  operation.callBoxed(stack);
+  boxed_ns += now_ns() - before_ns;
+}
+PyObject* take_boxed(PyObject*, PyObject*) {
+  const int64_t taken = boxed_ns;
+  boxed_ns = 0;
+  return PyLong_FromLongLong(taken);
+}
+"""
+CALL: Final = "plan->operation->callBoxed(&step.stack);", "timed(*plan->operation, &step.stack);"
+METHODS: Final = "PyMethodDef methods[] = {", 'PyMethodDef methods[] = {{"take_boxed", take_boxed, METH_NOARGS, ""},'
 PATCHES: Final = {
-    "namespace {\n": "namespace {\nint64_t boxed_ns = 0;\n"
-    "int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }\n"
-    "PyObject* take_boxed(PyObject*, PyObject*) {\n"
-    "  const int64_t taken = boxed_ns;\n  boxed_ns = 0;\n  return PyLong_FromLongLong(taken);\n}\n",
-    "plan->operation->callBoxed(&step.stack);": "const int64_t before_ns = now_ns();\n"
-    "plan->operation->callBoxed(&step.stack);\nboxed_ns += now_ns() - before_ns;",
-    "PyMethodDef methods[] = {": 'PyMethodDef methods[] = {{"take_boxed", take_boxed, METH_NOARGS, ""},',
+    "plans.h": [("namespace {\n", CLOCK), ("#include <cstdint>\n", "#include <chrono>\n#include <cstdint>\n")],
+    "steps.h": [],
+    "program.h": [CALL],
+    "fast_path.cpp": [CALL, METHODS],
 }
 WARM: Final = 12  # forwards: then a sequence is followed, and its sections are captured
 CLOCKS: Final = 100_000
@@ -39,15 +53,15 @@ CLOCKS: Final = 100_000
 
 def clocked(folder: str) -> Any:
     """The library with a clock; it takes the place of the other."""
-    text = EXECUTOR.source.read_text()
-    for before, after in PATCHES.items():
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    source = Path(folder) / "fast_path.cpp"
-    source.write_text(text)
-    extension = Extension("dormouse_fast_path", source, "")
+    for name, patches in PATCHES.items():
+        text = (EXECUTOR.source.parent / name).read_text()
+        for before, after in patches:
+            assert text.count(before) == 1, (name, before)
+            text = text.replace(before, after)
+        (Path(folder) / name).write_text(text)
+    extension = Extension("dormouse_fast_path", Path(folder) / "fast_path.cpp", "")
     extension.build()
-    fast_path.EXECUTOR = extension  # type: ignore[misc]  # it is Final
+    vars(fast_path)["EXECUTOR"] = extension
     return extension.load()
 
 

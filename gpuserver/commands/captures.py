@@ -1,15 +1,16 @@
-"""Sections of templates that the GPU has captured, as CUDA graphs: computed as a whole, ahead of the program.
+"""Sections of templates that are computed as a whole, ahead of the program.
 
-What comes again is captured once, between an instance's frames or after its lease, and replayed from the next time on.
-A graph computes at places of its own: inputs are copied there, and what is left of its results is copied away, so
-nobody else ever holds its memory. Weights are read where they are, and a section is captured anew if they are
-elsewhere. Its memory is given back when any is short.
+What comes again is made ready once, between an instance's frames or after its lease: a program of the library
+(program.h), which is computed in slices, without Python. A GPU captures that as a CUDA graph. A graph computes at
+places of its own: inputs are copied there, and what is left of its results is copied away, so nobody else ever holds
+its memory. Weights are read where they are, and a section is captured anew if they are elsewhere. Its memory is given
+back when any is short.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from msgspec import Struct
@@ -36,15 +37,29 @@ INPUT_NBYTES: Final = 64 << 20
 HELD_NBYTES: Final = 256 << 20
 """Inputs and results of one instance's sections: beyond that, again those go that were not used for longest."""
 
-_FAILURES: Final = (RuntimeError, LookupError, ValueError, ArithmeticError, CommandFailed)
+FAILURES: Final = (RuntimeError, LookupError, ValueError, ArithmeticError, CommandFailed)
 """What operations raise."""
 
+FEWEST_CAPTURED: Final = 8
+"""Fewer operations are given to a GPU one by one as fast: a replay takes about six calls beside its copies."""
 
-class Replayed(Enum):
-    YES = 0
-    NOT_YET = 1  # its first command waits for an input
-    NO_ROOM = 2
-    NO = 3
+
+class Waits(Enum):
+    """Why a section is not computed as a whole."""
+
+    NOT_YET = 0  # its first command waits for an input
+    NO_ROOM = 1
+    NO = 2
+
+
+class Computing(Protocol):
+    """A section that is being computed."""
+
+    def go(self, nanoseconds: int) -> bool:
+        """Compute for about so long, below 0: to the end; whether that has come. Raises what an operation raises."""
+
+    def results(self) -> list[HeldStorage]:
+        """In the section's order, at the end."""
 
 
 class CaptureCounts(Struct):
@@ -66,8 +81,7 @@ class _Wanted(Struct):
     rest: list[TemplateSection] | None = None  # to be captured; None: not planned yet
 
 
-class _Captured(Struct):
-    section: TemplateSection
+class _Graph(Struct):
     settings: dict[str, list[Any]]
     weights: dict[int, tuple[int, int]]  # addresses and bytes that are read there, by place
     inputs: dict[int, torch.Tensor]  # bytes at places of their own, likewise
@@ -78,8 +92,34 @@ class _Captured(Struct):
         return self.nbytes + sum(each.nbytes for each in self.inputs.values())
 
 
+class _Known(Struct):
+    section: TemplateSection
+    program: Any  # the library's
+    graph: _Graph | None
+
+
+class _Replay(Struct):
+    """A graph with its inputs."""
+
+    graph: _Graph
+    given: list[torch.Tensor]
+    made: list[torch.Tensor] = []
+
+    def go(self, _: int) -> bool:
+        if self.given:
+            torch._foreach_copy_(list(self.graph.inputs.values()), self.given)
+        places = [whole(storage) for storage in self.graph.replay()]
+        self.made = [torch.empty_like(each) for each in places]
+        if places:
+            torch._foreach_copy_(self.made, places)
+        return True
+
+    def results(self) -> list[HeldStorage]:
+        return [HeldStorage.of_bytes(each.untyped_storage()) for each in self.made]
+
+
 class Captures:
-    """Of one instance. ``settings``: its own of numerics, as they are now; ``capture`` None: nothing is captured."""
+    """Of one instance. ``settings``: its own of numerics, as they are now; ``capture`` None: no graphs are made."""
 
     def __init__(
         self,
@@ -91,41 +131,45 @@ class Captures:
         self.counts = CaptureCounts()
         self._table, self._keys, self._settings, self._capture = table, keys, settings, capture
         self._fast: FastPath | None = None
+        self._steps: Any = None
         self._plans: dict[int, Any] = {}
         # All by template:
         self._wanted: OrderedDict[int, _Wanted] = OrderedDict()
-        self._known: OrderedDict[int, dict[int, _Captured | None]] = OrderedDict()  # by start; None: refused
+        self._known: OrderedDict[int, dict[int, _Known | None]] = OrderedDict()  # by start; None: refused
         self._breaks: dict[int, set[int]] = {}  # where the program has looked
         self._vain: dict[int, int] = {}  # captures since the last replay
 
-    def compute_by(self, fast: FastPath, plans: dict[int, Any]) -> None:
-        self._fast, self._plans = fast, plans
+    def compute_by(self, fast: FastPath, steps: Any, plans: dict[int, Any]) -> None:
+        self._fast, self._steps, self._plans = fast, steps, plans
 
     def forget(self) -> None:
         """Definitions are void."""
-        self.drop()
+        for number in list(self._known):
+            self._give_up(number)
+        self._wanted.clear()
         self._breaks.clear()
         self._vain.clear()
 
     def drop(self) -> bool:
         """Give up all memory; whether there was any."""
-        before = self.counts.dropped
-        for number in list(self._known):
+        graphs = [number for number in self._known if self._held_nbytes(number)]
+        for number in graphs:
             self._give_up(number)
-        self._wanted.clear()
-        return self.counts.dropped > before
+        return bool(graphs)
 
     def came(self, template: Template, commands: list[Any], start: int) -> None:
         """The program has come through this template, which it has followed from ``start`` on."""
         number = template.number
-        if self._capture is None or self._fast is None or number in self._known or number in self._wanted:
+        if self._fast is None or number in self._known or number in self._wanted:
             return
         breaks = self._breaks.setdefault(number, set())
         breaks.add(start)
         if len(breaks) > MAX_BREAKS or self._vain.get(number, 0) > MAX_VAIN:
             return
-        found = ((n, self._table.by_id.get(n)) for n in commands if type(n) is int)
-        weights = {n for n, stored in found if stored is not None and stored.persistent}
+        weights: set[int] = set()
+        if self._capture is not None:
+            found = ((n, self._table.by_id.get(n)) for n in commands if type(n) is int)
+            weights = {n for n, stored in found if stored is not None and stored.persistent}
         self._wanted[number] = _Wanted(template, commands, weights, dict(self._settings))
         if len(self._wanted) > MAX_TEMPLATES:
             self._wanted.popitem(last=False)
@@ -135,21 +179,25 @@ class Captures:
         self._breaks.setdefault(template.number, set()).add(place)
         self._give_up(template.number)
 
+    def failed(self, template: Template) -> None:
+        """A section of it could not be computed. What its operations raise is met again, if it is the instance's."""
+        self._give_up(template.number)
+
     def _give_up(self, number: int) -> None:
         self._wanted.pop(number, None)
         known = self._known.pop(number, {})
-        self.counts.dropped += sum(captured is not None for captured in known.values())
+        self.counts.dropped += sum(each is not None for each in known.values())
 
-    # --- capture
+    # --- beforehand
 
     @property
     def wanted(self) -> bool:
         return bool(self._wanted)
 
     def capture(self) -> None:
-        """Capture one section, of what has come last. Under inference mode, in the instance's settings."""
+        """Make one section ready, of what has come last. Under inference mode, in the instance's settings."""
         number, wanted = self._wanted.popitem()
-        if wanted.settings != self._settings or not self._all_there(wanted):
+        if self._capture is not None and (wanted.settings != self._settings or not self._all_there(wanted)):
             self._give_up(number)  # until it comes again
             return
         if wanted.rest is None:
@@ -159,7 +207,7 @@ class Captures:
             wanted.rest = sections(wanted.template, self._keys, self._plans, breaks)
         if wanted.rest:
             section = wanted.rest.pop()
-            self._known[number][section.start] = self._captured(section, wanted)
+            self._known[number][section.start] = self._ready(section, wanted)
         if wanted.rest:
             self._wanted[number] = wanted
         while len(self._known) > 1 and (len(self._known) > MAX_TEMPLATES or self._held_nbytes() > HELD_NBYTES):
@@ -169,116 +217,126 @@ class Captures:
         found = (self._table.by_id.get(number) for number in wanted.weights)
         return all(each is not None and each.error is None and each.storage is not None for each in found)
 
-    def _held_nbytes(self) -> int:
-        return sum(each.held_nbytes() for known in self._known.values() for each in known.values() if each)
+    def _held_nbytes(self, *numbers: int) -> int:
+        """Of these, or of all."""
+        known = (self._known[number] for number in numbers or self._known)
+        return sum(each.graph.held_nbytes() for those in known for each in those.values() if each and each.graph)
 
-    def _captured(self, section: TemplateSection, wanted: _Wanted) -> _Captured | None:
-        assert self._capture is not None
+    def _ready(self, section: TemplateSection, wanted: _Wanted) -> _Known | None:
+        assert self._fast is not None
+        places = [-1] * section.storages
+        for number, (place, _) in section.outside.items():
+            places[number] = place
+        try:
+            program = self._fast.program(section.words, self._plans, places, list(section.results))
+        except ValueError:
+            program = None
+        if program is None or program.nbytes > AHEAD_NBYTES:
+            self.counts.refused += 1
+            return None
+        graph = None
+        if self._capture is not None and section.operations >= FEWEST_CAPTURED:
+            try:
+                graph = self._graph(self._capture, section, program, wanted)
+            except FAILURES:
+                self.counts.refused += 1
+                return _Known(section, program, None)
+        self.counts.captured += 1
+        return _Known(section, program, graph)
+
+    def _graph(self, capture: Capture, section: TemplateSection, program: Any, wanted: _Wanted) -> _Graph:
         assert self._fast is not None
         table, commands = self._table, wanted.commands
         scratch = StorageTable(table.device, table.contains)
         steps = self._fast.steps(self._plans, scratch)
         weights: dict[int, tuple[int, int]] = {}
         inputs: dict[int, torch.Tensor] = {}
-        fixed: dict[int, HeldStorage] = {}
-        results = list(section.results)
         nbytes = 0
 
         def compute() -> Storages:
             nonlocal nbytes
-            scratch.by_id.clear()
-            scratch.by_id.update(fixed)
-            if steps.run(section.words, 0) < len(section.words):
-                raise RuntimeError("a command that is not plain")
-            made = [scratch.by_id[number].bytes() for number in results]
-            scratch.by_id.clear()  # what is not left of a graph is free within it
+            running = steps.begin(program, commands)
+            if running is None or type(running) is int:
+                raise RuntimeError("what it reads is not there")
+            running.go(-1)
+            made = [stored.bytes() for stored in running.results()]
             nbytes = sum(each.nbytes() for each in made)
             return made
 
-        try:
-            read = {
-                place: extent for place, extent in section.outside.values() if commands[place] not in wanted.weights
-            }
-            if sum(read.values()) > INPUT_NBYTES:
-                raise RuntimeError("its inputs are too large")
-            for number, (place, extent) in section.outside.items():
-                if place in read:
-                    inputs[place] = torch.zeros(extent, dtype=torch.uint8, device=table.device)
-                    fixed[number] = HeldStorage.of_bytes(inputs[place].untyped_storage())
-                else:
-                    fixed[number] = table.by_id[commands[place]]
-                    weights[place] = fixed[number].address, extent
-            replay = self._capture(compute)
-            if nbytes > AHEAD_NBYTES:
-                raise RuntimeError("its results are too large")
-        except _FAILURES:
-            self.counts.refused += 1
-            return None
-        self.counts.captured += 1
-        return _Captured(section, wanted.settings, weights, inputs, nbytes, replay)
+        read = {place: extent for place, extent in section.outside.values() if commands[place] not in wanted.weights}
+        if sum(read.values()) > INPUT_NBYTES:
+            raise RuntimeError("its inputs are too large")
+        for place, extent in section.outside.values():
+            number = commands[place]
+            if place in read:
+                inputs[place] = torch.zeros(extent, dtype=torch.uint8, device=table.device)
+                scratch.by_id[number] = HeldStorage.of_bytes(inputs[place].untyped_storage())
+            else:
+                scratch.by_id[number] = table.by_id[number]
+                weights[place] = table.by_id[number].address, extent
+        replay = capture(compute)
+        return _Graph(wanted.settings, weights, inputs, nbytes, replay)
 
-    # --- replay
+    # --- when it comes
 
     def at(self, template: Template, place: int) -> TemplateSection | None:
-        """The captured section that begins there."""
-        captured = self._known.get(template.number, {}).get(place)
-        return captured.section if captured is not None else None
+        """The section that begins there."""
+        known = self._known.get(template.number, {}).get(place)
+        return known.section if known is not None else None
 
     def next_start(self, template: Template, place: int, end: int) -> int:
-        """Where the next captured section behind ``place`` begins; ``end`` if none does before."""
+        """Where the next section behind ``place`` begins; ``end`` if none does before."""
         known = self._known.get(template.number, {})
-        return min((start for start, captured in known.items() if captured and place < start < end), default=end)
+        return min((start for start, each in known.items() if each and place < start < end), default=end)
 
-    def replay(self, template: Template, section: TemplateSection, commands: list[Any], room: int) -> Replayed:
-        """Compute it into `StorageTable.ahead`, at most ``room`` bytes."""
-        captured = self._known[template.number][section.start]
-        assert captured is not None
-        self._known.move_to_end(template.number)
-        if captured.settings != self._settings:
-            self._give_up(template.number)
-            return Replayed.NO
-        if captured.nbytes > room:
-            return Replayed.NO_ROOM
+    def begin(self, template: Template, section: TemplateSection, commands: list[Any], room: int) -> Computing | Waits:
+        """Begin with it, if its results have no more than ``room`` bytes."""
+        number = template.number
+        known = self._known[number][section.start]
+        assert known is not None
+        self._known.move_to_end(number)
+        if known.program.nbytes > room:
+            return Waits.NO_ROOM
+        fresh = (commands[place] for place in section.results.values())
+        if any(made in self._table.ahead or made in self._table.by_id for made in fresh):
+            return Waits.NO
+        if known.graph is not None:
+            begun = self._replay(known.graph, template, commands)
+        else:
+            begun = self._steps.begin(known.program, commands)
+        if type(begun) is int:
+            needed = max(start for start in template.starts if start <= begun)
+            if needed == section.start:
+                return Waits.NOT_YET
+            self.looked(template, needed)  # what needs it is for another section
+            return Waits.NO
+        return Waits.NO if begun is None else begun
+
+    def _replay(self, graph: _Graph, template: Template, commands: list[Any]) -> _Replay | int | None:
+        """As `Steps.begin`."""
         table = self._table
-        fresh = [commands[place] for place in section.results.values()]
-        if any(number in table.ahead or number in table.by_id for number in fresh):
-            return Replayed.NO
-        for place, (address, extent) in captured.weights.items():
+        if graph.settings != self._settings:
+            self._give_up(template.number)
+            return None
+        for place, (address, extent) in graph.weights.items():
             stored = table.by_id.get(commands[place])
             if stored is None or stored.error is not None or stored.storage is None:
-                return Replayed.NO  # it may be on its way: what needs it last need not wait
+                return None  # it may be on its way: what needs it last need not wait
             if not stored.persistent or stored.address != address or stored.nbytes < extent:
                 self._give_up(template.number)
-                return Replayed.NO
+                return None
         given = []
-        for place, fixed in captured.inputs.items():
+        for place, fixed in graph.inputs.items():
             number = commands[place]
             stored = table.by_id.get(number) or table.ahead.get(number)
-            if stored is None:  # it comes between
-                needed = max(start for start in template.starts if start <= place)
-                if needed == section.start:
-                    return Replayed.NOT_YET
-                self.looked(template, needed)  # what needs it is for another section
-                return Replayed.NO
+            if stored is None:
+                return place
             there = stored.storage is not None or stored.tensor is not None
             if stored.error is not None or not there or stored.nbytes < fixed.nbytes:
-                return Replayed.NO
+                return None
             given.append(whole(stored.bytes())[: fixed.nbytes])
-        try:
-            copies = self._computed(captured, given)
-        except _FAILURES:  # they are met again, if they are the instance's
-            self._give_up(template.number)
-            return Replayed.NO
-        table.ahead |= {n: HeldStorage.of_bytes(copy.untyped_storage()) for n, copy in zip(fresh, copies, strict=True)}
+        return _Replay(graph, given)
+
+    def computed(self, template: Template) -> None:
         self.counts.replayed += 1
         self._vain[template.number] = 0
-        return Replayed.YES
-
-    def _computed(self, captured: _Captured, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        if given:
-            torch._foreach_copy_(list(captured.inputs.values()), given)
-        made = [whole(storage) for storage in captured.replay()]
-        copies = [torch.empty_like(each) for each in made]
-        if made:
-            torch._foreach_copy_(copies, made)
-        return copies

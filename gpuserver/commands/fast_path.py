@@ -42,6 +42,12 @@ class FastPath:
         known = plans, table.by_id, table.freed_persistent, table.ahead
         return self._module.Steps(*known, table, MAX_STORAGES, wire.FREE, AHEAD_NBYTES)
 
+    def program(self, words: list[Any], plans: dict[int, Any], places: list[int], results: list[int]) -> Any:
+        """Plain commands, and FREE, to be computed as a whole: of storages numbered from 0 on, ``places`` in a template
+        of those that are there before, -1 for those that it makes. Raises ValueError.
+        """
+        return self._module.Program(words, plans, wire.FREE, places, results)
+
     def plan(self, kernel: Kernel, device: torch.device) -> Any:
         """None if it is not plain."""
         try:

@@ -124,7 +124,7 @@ class Interpreter:
             self._fast, self._steps = fast, fast.steps(self._plans, self.table)
             self._control.steps = self._steps
             self._templates.compute_by(self._steps)
-            self._captures.compute_by(fast, self._plans)
+            self._captures.compute_by(fast, self._steps, self._plans)
             for number, kernel in self._keys.items():
                 self._plan(number, kernel)
         self.resume()

@@ -15,8 +15,8 @@ from dormouse.gpuserver.commands.definitions import Kernel
 from dormouse.gpuserver.commands.template import Template
 from dormouse.schemas import stream as wire
 
-FEWEST_OPERATIONS: Final = 8
-"""Fewer are given to a GPU one by one as fast: a replay takes about six calls of the driver beside its copies."""
+FEWEST_OPERATIONS: Final = 4
+"""Fewer are computed one by one as fast."""
 
 
 class TemplateSection(Struct):
@@ -26,6 +26,7 @@ class TemplateSection(Struct):
     end: int
     operations: int
     words: list[Any]  # the same commands, for themselves: storages numbered from 0 on
+    storages: int  # so many
     outside: dict[int, tuple[int, int]]  # by such a number: the first place, and bytes that are read
     results: dict[int, int]  # what is left of what was made, likewise: its place
     frees: list[int]  # places of storages from before that are freed
@@ -105,7 +106,8 @@ class _Draft:
     def finish(self, found: list[TemplateSection]) -> None:
         if self.operations >= FEWEST_OPERATIONS:
             places = self._outside, self._made, self._frees
-            found.append(TemplateSection(self.start, self.end, self.operations, self._words, *places))
+            counts = self._words, self._count
+            found.append(TemplateSection(self.start, self.end, self.operations, *counts, *places))
 
 
 def _written(command: list[Any], kernel: Kernel) -> list[int]:

@@ -1,12 +1,16 @@
 """Templates: sequences of commands that an instance has sent before, and may send again. Pure."""
 
-from typing import Any
+from typing import Any, Final
 
 from msgspec import Struct
 
 from dormouse.gpuserver.commands.control import count
 from dormouse.gpuserver.commands.definitions import Kernel, ProtocolViolation, brief
 from dormouse.schemas import stream as wire
+
+
+_MOST: Final = 1 << 62
+"""The library's numbers have 63 bits."""
 
 
 class Template(Struct):
@@ -20,10 +24,15 @@ class Template(Struct):
     waits: set[int] = set()  # places that are not passed ahead: something was written there that nobody had foreseen
     stalls: set[int] = set()  # commands that were not computed ahead, as far as the instance was told
 
-    def instance(self, base: int, olds: list[int]) -> list[Any]:
-        """The commands, where the last storage before them has the number ``base``. Raises IndexError."""
-        words = self.words.copy()
+    def instance(self, base: int, olds: list[int], steps: Any) -> list[Any]:
+        """The commands, where the last storage before them has the number ``base``. ``steps``: the library's, or None.
+        Raises IndexError.
+        """
         first = base + wire.RELATIVE
+        if steps is not None and 0 <= first < _MOST:
+            instance: list[Any] = steps.instance(self.words, self.relative, self.old, first, olds)
+            return instance
+        words = self.words.copy()
         for place in self.relative:
             words[place] += first
         for place, which in self.old:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from msgspec import Struct
 
-from dormouse.gpuserver.commands.captures import Captures, Replayed
+from dormouse.gpuserver.commands.captures import FAILURES, Captures, Computing, Waits
 from dormouse.gpuserver.commands.control import count
 from dormouse.gpuserver.commands.definitions import Kernel, ProtocolViolation, brief
 from dormouse.gpuserver.commands.fast_path import AHEAD_NBYTES
@@ -26,7 +26,7 @@ from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, Sto
 from dormouse.gpuserver.commands.template import Template, read
 from dormouse.schemas import stream as wire
 
-AHEAD_NS: Final = 50_000
+AHEAD_NS: Final = 200_000
 """So long what is ahead is computed before anybody looks whether a frame has come."""
 
 MAX_FREES: Final = 1024
@@ -47,6 +47,7 @@ class Followed(Struct):
     reached: int
     limit: int  # where it waits
     stalled: bool = False  # by a command that cannot be computed ahead, or not yet
+    computing: tuple[TemplateSection, Computing] | None = None  # what begins at ``reached``
     sections: list[TemplateSection] = []  # computed as a whole, and not confirmed
     frees: list[list[Any]] = []  # for what is not confirmed
 
@@ -99,6 +100,8 @@ class Templates:
         self._table.ahead.clear()
         self._undo.clear()
         self._table.owed = {}
+        if self._followed is not None:
+            self._computes(self._followed, None)
         self._followed = None
 
     def leave(self) -> None:
@@ -117,8 +120,10 @@ class Templates:
         was, and nothing that was computed since is kept.
         """
         self.confirm()
-        if (followed := self._followed) is not None and self.unsettled:
-            self._drop(followed)
+        if (followed := self._followed) is not None:
+            self._computes(followed, None)
+            if self.unsettled:
+                self._drop(followed)
 
     def drop(self) -> bool:
         """What was computed ahead is computed again, if it is asked for. Whether there was any."""
@@ -129,10 +134,12 @@ class Templates:
     def _drop(self, followed: Followed) -> bool:
         self._table.ahead.clear()
         followed.sections.clear()
+        computing = followed.computing
+        self._computes(followed, None)
         while self._undo:
             _, stored, before = self._undo.pop()
             whole(stored.bytes()).copy_(before)
-        dropped = followed.reached > followed.confirmed
+        dropped = followed.reached > followed.confirmed or computing is not None
         followed.reached = followed.confirmed
         if followed.confirmed < followed.validated:
             self._captures.looked(followed.template, followed.validated)
@@ -191,11 +198,14 @@ class Templates:
         self.confirm()
         if followed.stalled or followed.reached >= followed.limit:
             return False
-        if (replayed := self._replay(followed)) is not Replayed.NO:
-            followed.stalled = replayed is not Replayed.YES
-            if replayed is Replayed.NOT_YET:
+        if (waits := self._section(followed, followed.limit)) is None:
+            self._compute(followed, AHEAD_NS)
+            return followed.reached < followed.limit
+        if waits is not Waits.NO:
+            followed.stalled = True
+            if waits is Waits.NOT_YET:
                 self._tell(followed)
-            return not followed.stalled and followed.reached < followed.limit
+            return False
         limit = self._captures.next_start(followed.template, followed.reached, followed.limit)
         followed.reached = self._steps.ahead(followed.commands, followed.reached, limit, AHEAD_NS)
         followed.stalled = self._steps.stalled
@@ -207,21 +217,64 @@ class Templates:
                 self._tell(followed)
         return not followed.stalled and followed.reached < followed.limit
 
-    def _replay(self, followed: Followed) -> Replayed:
-        """Compute the section that begins here, if there is one."""
+    def _section(self, followed: Followed, limit: int) -> Waits | None:
+        """Begin with the section that begins here, or go on: None; or why not."""
+        if followed.computing is not None:
+            return None
         section = self._captures.at(followed.template, followed.reached)
-        if section is None or section.end > followed.limit:
-            return Replayed.NO
+        if section is None or section.end > limit:
+            return Waits.NO
         if not self._table.ahead and not self._undo:
             self._steps.ahead_nbytes = 0
         room = AHEAD_NBYTES - self._steps.ahead_nbytes
-        replayed = self._captures.replay(followed.template, section, followed.commands, room)
-        if replayed is Replayed.YES:
-            fresh = (followed.commands[place] for place in section.results.values())
-            self._steps.ahead_nbytes += sum(self._table.ahead[number].nbytes for number in fresh)
-            followed.sections.append(section)
-            followed.reached = section.end
-        return replayed
+        begun = self._captures.begin(followed.template, section, followed.commands, room)
+        if isinstance(begun, Waits):
+            return begun
+        self._computes(followed, (section, begun))
+        return None
+
+    def _computes(self, followed: Followed, computing: tuple[TemplateSection, Computing] | None) -> None:
+        followed.computing = computing
+        if self._steps is not None:
+            self._steps.computing = computing is not None
+
+    def _compute(self, followed: Followed, nanoseconds: int) -> bool:
+        """Some of the section with which was begun; False if it could not be."""
+        assert followed.computing is not None
+        section, computing = followed.computing
+        try:
+            if not computing.go(nanoseconds):
+                return True
+            results = computing.results()
+        except FAILURES:
+            self._computes(followed, None)
+            self._captures.failed(followed.template)
+            return False
+        self._computes(followed, None)
+        fresh = (followed.commands[place] for place in section.results.values())
+        self._table.ahead |= zip(fresh, results, strict=True)
+        self._steps.ahead_nbytes += sum(each.nbytes for each in results)
+        followed.sections.append(section)
+        followed.reached = section.end
+        self._captures.computed(followed.template)
+        return True
+
+    def _catch_up(self, followed: Followed, at: int) -> None:
+        """The program has come to ``at``, beyond what is computed: compute that, but for a section that it has not come
+        through.
+        """
+        while followed.reached < at:
+            if self._steps is not None and self._section(followed, max(at, followed.limit)) is None:
+                assert followed.computing is not None
+                if followed.computing[0].end > at:
+                    break
+                if self._compute(followed, -1):
+                    continue
+            next_at = self._captures.next_start(followed.template, followed.reached, at)
+            followed.validated = followed.reached
+            self._confirm(followed)
+            self._run_to(followed, next_at)
+        followed.validated = at
 
     def _tell(self, followed: Followed) -> None:
         """The instance of a command at which the GPU waits for it."""
@@ -232,7 +285,7 @@ class Templates:
 
     def _confirm(self, followed: Followed) -> None:
         """What was computed ahead has been asked for."""
-        end = followed.validated
+        end = min(followed.validated, followed.reached)
         self._table.owed = {}
         while followed.sections and followed.sections[0].start < end:
             section = followed.sections[0]
@@ -243,7 +296,8 @@ class Templates:
             followed.confirmed = section.end
         else:
             self._confirm_to(followed, end)
-            self._free_all(followed)
+            if end == followed.validated:
+                self._free_all(followed)
         if self._undo:
             at = followed.confirmed
             self._steps.ahead_nbytes -= sum(before.nbytes for place, _, before in self._undo if place < at)
@@ -345,7 +399,7 @@ class Templates:
             raise ProtocolViolation("storages that the lease had before are not from before")
         self.leave()
         self._spend(len(template.words))
-        instance = template.instance(base, olds)
+        instance = template.instance(base, olds, self._steps)
         self._followed = Followed(template, instance, at, at, at, at, at)
         return position + 4
 
@@ -365,11 +419,7 @@ class Templates:
     def _validated(self, commands: list[Any], position: int) -> int:
         at = commands[position]
         followed = self._come(at)
-        if at > followed.reached:
-            followed.validated = followed.reached
-            self.confirm()
-            self._run_to(followed, at)
-        followed.validated = at
+        self._catch_up(followed, at)
         self._table.owed = self._table.ahead if followed.confirmed < at == followed.reached else {}
         self._through(followed)
         return position + 1

@@ -183,12 +183,12 @@ class Compute:
         current = self._current
         allowed = self._instances.values() if current is None else [current.instance]
         found = (each for each in allowed if each.interpreter.may_capture)
-        while (instance := next(found, None)) is not None and self.orders.items.empty():
+        while (instance := next(found, None)) is not None and self.orders.idle:
             if current is None:
                 self.device.set_owner(instance.number)
                 instance.interpreter.resume()
             self._evidence.enter(instance.name)
-            while instance.interpreter.may_capture and self.orders.items.empty():
+            while instance.interpreter.may_capture and self.orders.idle:
                 self._guarded(instance.name, instance.interpreter.capture)
             if current is None:
                 self._evidence.clear()

@@ -72,7 +72,7 @@ def test_what_comes_again_is_followed_and_the_same(loopback: Any, name: str, che
         compared = _templates(world).compared
         assert compared > 0 or not checked or name in ("lstm", "convolutions")  # few commands behind the first four
         replayed = world.node.executors[0].interpreter.capture_counts.replayed
-        assert (replayed > 0) == (captures and name not in NOT_REPLAYED)
+        assert not world.by_cpp or replayed > 0 or name in NOT_REPLAYED
     finally:
         world.close()
 
@@ -171,7 +171,7 @@ def test_programs_that_change_by_chance(loopback: Any, seed: int, checked: bool,
         assert commands > 50
         assert left > 0
         assert errors > 0
-        assert (world.node.executors[0].interpreter.capture_counts.replayed > 0) == captures
+        assert not world.by_cpp or world.node.executors[0].interpreter.capture_counts.replayed > 0
     finally:
         world.close()
 
