@@ -300,11 +300,12 @@ class Captures:
         fresh = (commands[place] for place in section.results.values())
         if any(made in self._table.ahead or made in self._table.by_id for made in fresh):
             return Waits.NO
+        begun: Computing | int | None
         if known.graph is not None:
             begun = self._replay(known.graph, template, commands)
         else:
             begun = self._steps.begin(known.program, commands)
-        if type(begun) is int:
+        if isinstance(begun, int):
             needed = max(start for start in template.starts if start <= begun)
             if needed == section.start:
                 return Waits.NOT_YET

@@ -105,9 +105,8 @@ class _Draft:
 
     def finish(self, found: list[TemplateSection]) -> None:
         if self.operations >= FEWEST_OPERATIONS:
-            places = self._outside, self._made, self._frees
-            counts = self._words, self._count
-            found.append(TemplateSection(self.start, self.end, self.operations, *counts, *places))
+            own = self._words, self._count, self._outside, self._made, self._frees
+            found.append(TemplateSection(self.start, self.end, self.operations, *own))
 
 
 def _written(command: list[Any], kernel: Kernel) -> list[int]:

@@ -8,7 +8,6 @@ from dormouse.gpuserver.commands.control import count
 from dormouse.gpuserver.commands.definitions import Kernel, ProtocolViolation, brief
 from dormouse.schemas import stream as wire
 
-
 _MOST: Final = 1 << 62
 """The library's numbers have 63 bits."""
 

@@ -263,8 +263,9 @@ class Templates:
         """The program has come to ``at``, beyond what is computed: compute that, but for a section that it has not come
         through.
         """
+        limit = max(at, self._limit(followed))
         while followed.reached < at:
-            if self._steps is not None and self._section(followed, max(at, followed.limit)) is None:
+            if self._steps is not None and self._section(followed, limit) is None:
                 assert followed.computing is not None
                 if followed.computing[0].end > at:
                     break
@@ -374,8 +375,11 @@ class Templates:
         """A frame has been run: what was missing may be there now."""
         if (followed := self._followed) is not None:
             followed.stalled = False
-            waits = (place for place in followed.template.waits if place > followed.validated)
-            followed.limit = min(waits, default=len(followed.commands))
+            followed.limit = self._limit(followed)
+
+    def _limit(self, followed: Followed) -> int:
+        waits = (place for place in followed.template.waits if place > followed.validated)
+        return min(waits, default=len(followed.commands))
 
     # --- commands, as in control.py
 

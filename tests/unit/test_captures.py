@@ -82,13 +82,17 @@ class _Gpu:
         return replay
 
 
-@pytest.fixture
-def gpu() -> _Gpu:
-    return _Gpu()
+@pytest.fixture(params=["graph", "program"])
+def gpu(request: pytest.FixtureRequest) -> _Gpu | None:
+    return _Gpu() if request.param == "graph" else None
+
+
+GRAPH = pytest.mark.parametrize("gpu", ["graph"], indirect=True)
+PROGRAM = pytest.mark.parametrize("gpu", ["program"], indirect=True)
 
 
 @pytest.fixture
-def talk(gpu: _Gpu) -> Talk:
+def talk(gpu: _Gpu | None) -> Talk:
     """The weight is the model's, and the template has come once."""
     talk = Talk(built, gpu)
     _bind(talk, WEIGHT)
@@ -149,13 +153,14 @@ def _place(of: int) -> int:
     return WORDS.index(_own(of)) + 1
 
 
-def test_what_comes_again_is_computed_as_a_whole(talk: Talk, gpu: _Gpu) -> None:
+def test_what_comes_again_is_computed_as_a_whole(talk: Talk, gpu: _Gpu | None) -> None:
     for value in (2.0, -3.0, 0.5):
         _given(talk, value)
-        before = gpu.replays
+        before = _counts(talk)[3]
         talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
         assert _ahead(talk) == [FIRST, LAST - 1, LAST], "what is left of it"
-        assert gpu.replays == before + 1
+        assert _counts(talk)[3] == before + 1
+        assert gpu is None or gpu.replays == before + 1
         assert LAST not in talk.interpreter.table.by_id
         ran = talk.interpreter.operations_run
         talk([wire.VALIDATED, len(WORDS)])
@@ -265,6 +270,7 @@ def test_what_is_written_meanwhile_is_what_is_read(talk: Talk, operation: bool) 
     assert not talk.interpreter.table.ahead
 
 
+@GRAPH
 @pytest.mark.parametrize("how", ["elsewhere", "smaller", "the lease's own", "not there yet", "spoiled", "gone"])
 def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
     """A model has come to other places, is still on its way, or was lost."""
@@ -301,6 +307,7 @@ def test_weights_that_are_elsewhere(talk: Talk, how: str) -> None:
     assert talk.interpreter.may_capture == given_up
 
 
+@GRAPH
 def test_settings_choose_kernels(talk: Talk, gpu: _Gpu) -> None:
     """They hold for a capture as long as they are what they were."""
     setting = [wire.SET, "cublas_allow_tf32", [True]]
@@ -319,6 +326,7 @@ def test_settings_choose_kernels(talk: Talk, gpu: _Gpu) -> None:
     assert _counts(talk) == (3, 0, 2, 2)
 
 
+@GRAPH
 def test_settings_that_change_each_time_are_not_captured_for_ever(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "MAX_VAIN", 3)
     for number in range(8):
@@ -333,6 +341,7 @@ def test_settings_that_change_each_time_are_not_captured_for_ever(talk: Talk, mo
     assert _counts(talk) == (4, 0, 4, 0)
 
 
+@GRAPH
 @pytest.mark.parametrize("how", ["settings", "weights"])
 def test_what_has_changed_since_it_came_is_not_captured(talk: Talk, how: str) -> None:
     talk.interpreter.drop_captured()
@@ -426,6 +435,7 @@ def test_a_result_that_has_come_meanwhile_ends_the_instance(talk: Talk) -> None:
         talk([wire.VALIDATED, len(WORDS), RELU, GIVEN, 90])
 
 
+@GRAPH
 @pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("no room")])
 def test_a_capture_that_fails_changes_nothing(gpu: _Gpu, talk: Talk, error: Exception) -> None:
     gpu.fails = error
@@ -441,6 +451,7 @@ def test_a_capture_that_fails_changes_nothing(gpu: _Gpu, talk: Talk, error: Exce
     assert _counts(talk) == (1, 1, 1, 2), "the library computes it"
 
 
+@GRAPH
 def test_a_replay_that_fails_changes_nothing(gpu: _Gpu, talk: Talk) -> None:
     gpu.fails = torch.OutOfMemoryError("no room")
     _given(talk, 2.0)
@@ -449,6 +460,7 @@ def test_a_replay_that_fails_changes_nothing(gpu: _Gpu, talk: Talk) -> None:
     assert _counts(talk) == (1, 0, 1, 0)
 
 
+@GRAPH
 def test_what_nobody_has_asked_for_is_bounded(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A section waits until there is room for its results; one with more than there ever is, is not captured."""
     monkeypatch.setattr(templates, "AHEAD_NBYTES", 31)
@@ -490,6 +502,7 @@ def test_nothing_of_it_outlives_what_it_was_made_of(talk: Talk, how: str) -> Non
     assert not talk.interpreter._captures._known
 
 
+@GRAPH
 def test_few_of_an_instance_are_kept(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "MAX_TEMPLATES", 2)
     for number in range(20, 24):
@@ -508,3 +521,130 @@ def test_few_of_an_instance_are_kept(talk: Talk, monkeypatch: pytest.MonkeyPatch
         _clear(talk)
         talk.interpreter.capture()
     assert list(talk.interpreter._captures._known) == [21], "64 bytes each"
+
+
+# --- in slices
+
+
+def _slices(talk: Talk, count: int) -> None:
+    """Each of one operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "AHEAD_NS", 0)
+        for _ in range(count):
+            assert talk.interpreter.ahead()
+    assert _followed(talk).computing is not None
+    assert not talk.interpreter.table.ahead, "nothing of it is there before its end"
+
+
+@pytest.fixture
+def sliced(talk: Talk) -> Talk:
+    """Three operations are computed."""
+    _given(talk, 2.0)
+    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN]])
+    _slices(talk, 3)
+    return talk
+
+
+@PROGRAM
+def test_a_program_that_is_ahead_of_what_computes_it(sliced: Talk) -> None:
+    """It says where it is, and is not waited for; at its end all is there."""
+    for made in (FIRST + 1, FIRST + 6, LAST - 1):
+        sliced([wire.VALIDATED, _place(made), wire.FREE, 0])
+        _slices(sliced, 1)
+    reply = sliced([wire.VALIDATED, len(WORDS), wire.DOWNLOAD, 5, LAST, 0, -1])[0]
+    assert values(reply) == _expected(LAST, 2.0)
+    sliced([])
+    assert sorted(sliced.interpreter.table.by_id) == [GIVEN, WEIGHT, FIRST, LAST - 1, LAST]
+    assert _counts(sliced) == (1, 0, 0, 1)
+
+
+@PROGRAM
+def test_a_program_that_is_ahead_before_anything_is_computed(talk: Talk) -> None:
+    """It is computed as a whole all the same."""
+    _given(talk, 2.0)
+    talk([wire.FOLLOW, 7, BASE, 0, [GIVEN], wire.VALIDATED, _place(FIRST + 4)])
+    assert FIRST + 4 not in talk.interpreter.table.by_id
+    _ahead(talk)
+    talk([wire.VALIDATED, len(WORDS)])
+    assert values(talk.get(LAST)) == _expected(LAST, 2.0)
+    assert _counts(talk) == (1, 0, 0, 1)
+
+
+@PROGRAM
+@pytest.mark.parametrize("how", ["download", "leave", "end", "write", "upload", "settle", "close", "relief"])
+def test_what_is_half_computed_is_nothing(sliced: Talk, how: str) -> None:
+    """Whatever comes in the middle of it."""
+    made = FIRST + 5
+    comes = [wire.VALIDATED, _place(made)]
+    expected, last = _expected(made, 2.0, negated=False), _expected(LAST, 2.0)
+    match how:
+        case "download":
+            assert values(sliced([*comes, wire.DOWNLOAD, 5, made, 0, -1])[0]) == expected
+        case "leave":
+            sliced([*comes, wire.LEAVE])
+            assert values(sliced.get(made)) == expected
+        case "end":
+            sliced([*comes, wire.END, 5, wire.END_WAIT])
+            sliced.interpreter.report()
+            content = bytes(sliced.interpreter.storage(made))
+            assert torch.frombuffer(bytearray(content), dtype=torch.float32).tolist() == expected
+        case "write":
+            sliced([NEGATE_IN_PLACE, GIVEN])
+            last = _expected(LAST, -2.0)
+        case "upload":
+            sliced.put(GIVEN, [-2.0] * 4)
+            last = _expected(LAST, -2.0)
+        case "settle":
+            sliced.interpreter.settle()
+        case "relief":
+            sliced.interpreter._relieve()
+        case _:
+            sliced.interpreter.close()
+    assert not sliced.interpreter._steps.computing
+    if how in ("write", "upload", "settle", "relief", "download"):
+        assert _followed(sliced).computing is None
+        _ahead(sliced)
+        sliced([wire.VALIDATED, len(WORDS)])
+        assert values(sliced.get(LAST)) == last
+
+
+@PROGRAM
+def test_an_operation_that_fails_in_the_middle_is_met_where_it_is_asked_for(sliced: Talk) -> None:
+    """The rest is computed one by one, and the section is given up."""
+    section, computing = _followed(sliced).computing or (None, None)
+
+    class _Fails:
+        def go(self, _: int) -> bool:
+            raise torch.OutOfMemoryError("no room")
+
+    assert section is not None
+    assert computing is not None
+    _followed(sliced).computing = section, _Fails()  # type: ignore[assignment]
+    _ahead(sliced)
+    sliced([wire.VALIDATED, len(WORDS)])
+    assert values(sliced.get(LAST)) == _expected(LAST, 2.0)
+    assert _counts(sliced) == (1, 0, 1, 0)
+
+
+@PROGRAM
+@pytest.mark.parametrize("nbytes", [8, 0])
+def test_an_input_that_is_too_short_is_met_where_it_is_asked_for(talk: Talk, nbytes: int) -> None:
+    _given(talk, 2.0)
+    talk([wire.FREE, 1, GIVEN])
+    talk.put(GIVEN, [2.0] * (nbytes // 4))
+    _come_through(talk)
+    assert talk.get(LAST)[0] == wire.FAILED
+    assert _counts(talk) == (1, 0, 0, 0)
+
+
+@PROGRAM
+def test_few_operations_are_computed_one_by_one(talk: Talk) -> None:
+    for number, words in ((30, WORDS[: WORDS.index(_own(FIRST + 3))]), (31, WORDS[: WORDS.index(_own(FIRST + 4))])):
+        starts = [place for place, word in enumerate(words) if word == ADD]
+        talk([wire.TEMPLATE, number, words[: starts[-1]]])
+        _given(talk, 2.0)
+        talk([wire.FOLLOW, number, BASE, 0, [GIVEN], wire.VALIDATED, starts[-1]])
+        _clear(talk)
+        talk.interpreter.capture()
+        assert not talk.interpreter.may_capture
+    assert _counts(talk)[:2] == (2, 0)
