@@ -126,7 +126,7 @@ bool lies_in_an_operand(const at::Tensor& tensor, const Step& step) {
   for (const at::Tensor& operand : step.tensors) {
     const c10::Storage& storage = operand.storage();
     const auto* start = static_cast<const char*>(storage.data());
-    if (storage.nbytes() && start <= address && address < start + storage.nbytes()) return true;
+    if (start <= address && address < start + storage.nbytes()) return true;
   }
   return false;
 }

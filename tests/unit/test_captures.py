@@ -548,13 +548,13 @@ def sliced(talk: Talk) -> Talk:
 @PROGRAM
 def test_a_program_that_is_ahead_of_what_computes_it(sliced: Talk) -> None:
     """It says where it is, and is not waited for; at its end all is there."""
-    for made in (FIRST + 1, FIRST + 6, LAST - 1):
-        sliced([wire.VALIDATED, _place(made), wire.FREE, 0])
+    for made, freed in ((FIRST + 1, []), (FIRST + 6, [FIRST]), (LAST - 1, [])):
+        sliced([wire.VALIDATED, _place(made), wire.FREE, len(freed), *freed])
         _slices(sliced, 1)
     reply = sliced([wire.VALIDATED, len(WORDS), wire.DOWNLOAD, 5, LAST, 0, -1])[0]
     assert values(reply) == _expected(LAST, 2.0)
     sliced([])
-    assert sorted(sliced.interpreter.table.by_id) == [GIVEN, WEIGHT, FIRST, LAST - 1, LAST]
+    assert sorted(sliced.interpreter.table.by_id) == [GIVEN, WEIGHT, LAST - 1, LAST]
     assert _counts(sliced) == (1, 0, 0, 1)
 
 
