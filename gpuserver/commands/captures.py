@@ -37,7 +37,7 @@ INPUT_NBYTES: Final = 64 << 20
 HELD_NBYTES: Final = 256 << 20
 """Inputs and results of one instance's sections: beyond that, again those go that were not used for longest."""
 
-FAILURES: Final = (RuntimeError, LookupError, ValueError, ArithmeticError, CommandFailed)
+FAILURES: Final = (RuntimeError, LookupError, TypeError, ValueError, ArithmeticError, CommandFailed)
 """What operations raise."""
 
 FEWEST_CAPTURED: Final = 8
@@ -138,6 +138,7 @@ class Captures:
         self._known: OrderedDict[int, dict[int, _Known | None]] = OrderedDict()  # by start; None: refused
         self._breaks: dict[int, set[int]] = {}  # where the program has looked
         self._vain: dict[int, int] = {}  # captures since the last replay
+        self._failures: dict[int, int] = {}
 
     def compute_by(self, fast: FastPath, steps: Any, plans: dict[int, Any]) -> None:
         self._fast, self._steps, self._plans = fast, steps, plans
@@ -149,6 +150,7 @@ class Captures:
         self._wanted.clear()
         self._breaks.clear()
         self._vain.clear()
+        self._failures.clear()
 
     def drop(self) -> bool:
         """Give up all memory; whether there was any."""
@@ -164,7 +166,8 @@ class Captures:
             return
         breaks = self._breaks.setdefault(number, set())
         breaks.add(start)
-        if len(breaks) > MAX_BREAKS or self._vain.get(number, 0) > MAX_VAIN:
+        vain = max(self._vain.get(number, 0), self._failures.get(number, 0))
+        if len(breaks) > MAX_BREAKS or vain > MAX_VAIN:
             return
         weights: set[int] = set()
         if self._capture is not None:
@@ -181,6 +184,7 @@ class Captures:
 
     def failed(self, template: Template) -> None:
         """A section of it could not be computed. What its operations raise is met again, if it is the instance's."""
+        self._failures[template.number] = self._failures.get(template.number, 0) + 1
         self._give_up(template.number)
 
     def _give_up(self, number: int) -> None:

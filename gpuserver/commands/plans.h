@@ -30,6 +30,14 @@ constexpr int FRESH = 0, SAME = 1, NOTHING = 2;  // kinds of results, likewise
 
 struct NotPlain {};  // an argument that only Python can make
 
+// A storage's number: what PyLong_AsLongLong gives for it, -1 for all that is none.
+int64_t number_of(PyObject* object) {
+  if (!object || !PyLong_CheckExact(object)) return -1;
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow || value < 0 ? -1 : value;
+}
+
 struct Meta {
   Owned object, number;
   at::ScalarType dtype;
@@ -47,7 +55,8 @@ struct Meta {
     itemsize = PyLong_AsLongLong(attribute("itemsize").object);
     bits = PyLong_AsLongLong(attribute("bits").object);
     extent = attribute("extent");
-    nbytes = PyLong_AsLongLong(extent.object);
+    nbytes = number_of(extent.object);
+    if (nbytes < 0 || PyErr_Occurred()) throw NotPlain();  // beyond any storage
   }
 
   Owned attribute(const char* name) const {

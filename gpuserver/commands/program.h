@@ -186,7 +186,10 @@ PyObject* steps_instance(PyObject*, PyObject* const* arguments, Py_ssize_t count
   }
   for (Py_ssize_t n = 0; n < PyList_GET_SIZE(arguments[2]); n++) {
     Py_ssize_t place = 0, which = 0;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(arguments[2], n), "nn", &place, &which)) return nullptr;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(arguments[2], n), "nn", &place, &which)) {
+      if (PyErr_ExceptionMatches(PyExc_OverflowError)) PyErr_SetString(PyExc_IndexError, "no such storage");
+      return nullptr;
+    }
     PyObject* old = PyList_GetItem(arguments[4], which);
     if (!old || PyList_SetItem(words.object, place, Py_NewRef(old))) return nullptr;
   }
@@ -220,6 +223,7 @@ PyObject* steps_begin(PyObject* object, PyObject* const* arguments, Py_ssize_t c
     if (!entry) return PyErr_Occurred() ? nullptr : PyLong_FromLongLong(place);
     const bool right = Py_TYPE(entry) == slots.type && at(entry, slots.error) == Py_None;
     if (!right || (at(entry, slots.storage) == Py_None && at(entry, slots.tensor) == Py_None)) Py_RETURN_NONE;
+    const Owned kept = borrowed(entry);
     PyObject* found = viewed(self, view.plan, *view.meta, entry);
     if (!found || !THPVariable_Check(found)) Py_RETURN_NONE;
     (*running->views)[n] = THPVariable_Unpack(found);

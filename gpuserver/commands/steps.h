@@ -41,14 +41,6 @@ void put(PyObject* object, Py_ssize_t slot, PyObject* taken) {
   Py_XDECREF(before);
 }
 
-// A storage's number: what PyLong_AsLongLong gives for it, -1 for all that is none.
-int64_t number_of(PyObject* object) {
-  if (!object || !PyLong_CheckExact(object)) return -1;
-  int overflow = 0;
-  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow || value < 0 ? -1 : value;
-}
-
 // --- steps
 
 struct Steps {
@@ -94,7 +86,7 @@ at::Tensor tensor_on(const c10::Storage& storage, const Meta& meta) {
 // A tensor on what has tensors already, so that its memory is known.
 PyObject* viewed_again(PyObject* entry, const Meta& meta) {
   const c10::Storage* storage = storage_of(entry);
-  const bool fits = number_of(meta.extent.object) <= number_of(at(entry, slots.nbytes));
+  const bool fits = meta.nbytes <= number_of(at(entry, slots.nbytes));
   if (!storage || !fits || meta.bits || !PyDict_GET_SIZE(at(entry, slots.views))) return nullptr;
   Owned made(THPVariable_Wrap(tensor_on(*storage, meta)));
   if (!made.object || PyDict_SetItem(at(entry, slots.views), meta.number.object, made.object)) return nullptr;

@@ -264,6 +264,7 @@ class Templates:
         through.
         """
         limit = max(at, self._limit(followed))
+        frees, followed.frees = followed.frees, []  # what is not computed yet may read them
         while followed.reached < at:
             if self._steps is not None and self._section(followed, limit) is None:
                 assert followed.computing is not None
@@ -275,7 +276,9 @@ class Templates:
             followed.validated = followed.reached
             self._confirm(followed)
             self._run_to(followed, next_at)
-        followed.validated = at
+        followed.validated, followed.frees = at, frees
+        if followed.confirmed == at:
+            self._free_all(followed)
 
     def _tell(self, followed: Followed) -> None:
         """The instance of a command at which the GPU waits for it."""

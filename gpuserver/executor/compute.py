@@ -183,12 +183,12 @@ class Compute:
         current = self._current
         allowed = self._instances.values() if current is None else [current.instance]
         found = (each for each in allowed if each.interpreter.may_capture)
-        while (instance := next(found, None)) is not None and self.orders.idle:
+        while (instance := next(found, None)) is not None and self.orders.rests:
             if current is None:
                 self.device.set_owner(instance.number)
                 instance.interpreter.resume()
             self._evidence.enter(instance.name)
-            while instance.interpreter.may_capture and self.orders.idle:
+            while instance.interpreter.may_capture and self.orders.rests:
                 self._guarded(instance.name, instance.interpreter.capture)
             if current is None:
                 self._evidence.clear()
@@ -231,6 +231,8 @@ class Compute:
         if len(self._leases) == 1:
             self.device.reset_peak()
         instance.used.clear()
+        if (before := self._current) is not None:  # what it owes is computed in its settings
+            self._guarded(before.instance.name, before.instance.interpreter.settle)
         instance.interpreter.begin(begin.serial, begin.secret)
         self._switch(lease)
         self._bind(lease, begin)

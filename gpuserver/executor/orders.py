@@ -99,16 +99,21 @@ class Orders:
 
     def listen(self, begin: o.Begin, loan: Loan) -> None:
         """Two orders that wait until there is something to hear, or another order."""
+        self._poll.register(loan.fileno(), select.EPOLLIN)  # first: the compute thread may be at it at once
         self._quiet = self.items.empty()
         self.items.put(begin)
         self.items.put(Serve(begin.serial, FrameHeader(begin.serial, begin.secret, 0), loan, None))
-        self._poll.register(loan.fileno(), select.EPOLLIN)
 
     def next_item(self) -> Item:
         """Wait for what is to be done."""
         while self.idle:
             self._wait(None)
         return self.items.get()
+
+    @property
+    def rests(self) -> bool:
+        """The same, and nothing has come for what is to be heard."""
+        return self.idle and not self._poll.poll(0)
 
     @property
     def idle(self) -> bool:

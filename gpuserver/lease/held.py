@@ -62,6 +62,7 @@ class HeldLease:
     frames: int = 0  # given to the compute thread, not executed
     listens: bool = False  # one of them is yet to be sent: the compute thread hears its instance itself
     used: bool = False  # there was a frame
+    said_unused: bool = False  # there was none, says its instance
     reached: bool = False  # the compute thread has begun with it
     refused: str = ""  # why its model is not here
     copies: bool = False  # a wake brings something

@@ -217,7 +217,10 @@ def not_lent(state: MachineState, serial: int) -> None:
     lease = state.leases[serial]
     lease.begun = lease.listens = False
     lease.frames -= 1
-    state.instances[lease.instance].bound = False
+    if (instance := state.instances.get(lease.instance)) is not None:
+        instance.bound = False
+    if lease.state is LeaseState.CLOSING:  # meanwhile; the compute thread will not say that it is
+        endings.finish(state, lease)
 
 
 def executed(state: MachineState, event: e.Executed) -> None:
@@ -234,6 +237,8 @@ def executed(state: MachineState, event: e.Executed) -> None:
     lease.busy_us += state.meter.busy(lease.instance, event.busy_s)
     lease.listens = False
     if event.frames:
+        if lease.said_unused:
+            admit(state, state.gate.expel(lease.instance, "commands in a request that is said to have given none"))
         _use(state, lease)
         lease.since_s = state.now_s - event.idle_s
     if event.ended is not None:
@@ -253,10 +258,11 @@ def over(state: MachineState, serials: Iterable[int]) -> None:
         if lease is None and (woken := waiting(state, serial)) is not None:
             state.coming.remove(woken)
             admit(state, state.gate.skip(serial))
-        if lease is not None and not lease.used:
-            state.instances[lease.instance].uses = False
         if lease is None or lease.state is LeaseState.CLOSING:
             continue
+        if not lease.used and (instance := state.instances.get(lease.instance)) is not None:
+            instance.uses = False
+        lease.said_unused = True
         if lease.used:
             admit(state, state.gate.expel(lease.instance, "commands in a request that is said to have given none"))
         elif lease.begun:

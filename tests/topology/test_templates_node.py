@@ -75,5 +75,5 @@ def test_sequences_that_come_again(templates: str, graphs: str) -> None:
         assert not any(commands[:2])
         assert commands[5] > 200
         assert not any(left[:6])
-    assert replayed["one_by_one"] == 0
-    assert (replayed["f"] > 0) == (graphs == "on" and templates != "off")
+    if templates != "check":  # then a section that is not at its end is not computed as a whole
+        assert {name: count > 0 for name, count in replayed.items()} == dict.fromkeys(replayed, templates == "on")

@@ -189,6 +189,22 @@ def test_a_request_without_commands_ends_and_the_next_is_not_waited_for(listenin
     assert 4 not in listening.leases.machine.leases, "the compute thread never knew of it"
 
 
+def test_a_request_without_commands_whose_instance_is_gone_ends(listening: Serving) -> None:
+    """That it gave none is said with the next wake, which may be later."""
+    listening.heard(listening.hear, e.Detached("a"))
+    listening.does(m.Over(serials=[3]))
+    assert listening.until(m.Done).outcome == "revoked"
+    listening.names = "b"
+
+
+def test_commands_in_a_request_that_is_said_to_have_given_none_end_its_instance(listening: Serving) -> None:
+    listening.say(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
+    listening.heard(listening.hear, m.Over(serials=[3]))
+    executed = e.Executed(3, [], 0.0, e.Use(), None, 1, 1)
+    listening.heard(listening.hear, executed)
+    assert listening.until(Violated).text == "commands in a request that is said to have given none"
+
+
 def test_who_sends_no_first_frame_is_idle(listening: Serving) -> None:
     """And is heard by the gate from then on."""
     machine = listening.leases.machine
