@@ -198,11 +198,15 @@ def test_a_request_without_commands_whose_instance_is_gone_ends(listening: Servi
 
 
 def test_commands_in_a_request_that_is_said_to_have_given_none_end_its_instance(listening: Serving) -> None:
+    """Though that is heard while the compute thread still serves it."""
     listening.say(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
-    listening.heard(listening.hear, m.Over(serials=[3]))
-    executed = e.Executed(3, [], 0.0, e.Use(), None, 1, 1)
-    listening.heard(listening.hear, executed)
+    later = listening.while_it_listens(m.Over(serials=[3]))
+    listening.hear_out()
+    later.join()
+    listening.run()
+    assert [executed.frames for executed in listening.executed] == [1]
     assert listening.until(Violated).text == "commands in a request that is said to have given none"
+    assert listening.until(m.Done).serial == 3
 
 
 def test_who_sends_no_first_frame_is_idle(listening: Serving) -> None:
