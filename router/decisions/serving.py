@@ -312,6 +312,10 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         instance.open.pop(number, None)
         lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
+    elif code == "model_damaged":  # the next request would meet it too, before the store's word is here
+        instance.open.pop(number, None)
+        failure = failures.raised(instance.spec.name, code, answer.text)
+        lives.kill(p, instance, "has lost its stored model", failure)
     else:
         queueing.through(p, instance, number)
 

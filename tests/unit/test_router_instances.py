@@ -145,6 +145,19 @@ def test_a_damaged_model_fails_the_request_that_runs_and_no_other() -> None:
     assert one(rig.load("i2"), m.Acquire).instance == "i2"  # the second goes on
 
 
+def test_who_says_first_that_its_model_is_damaged_gets_no_other_request() -> None:
+    """Its executor and the store both find it; whichever of the two is heard first."""
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.arrive(2)
+    actions = rig.say("i1", m.Raised(request=ticket, code="model_damaged", text="segment 7"))
+    fails_with(actions, 1, "model_damaged", 503)
+    assert (said(actions, m.Acquire), one(actions, e.Kill).instance) == ([], "i1")
+    assert rig.hear(m.EndInstance(instance="i1", failure=damaged())) == []
+    assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
+    assert one(rig.load("i2"), m.Acquire).instance == "i2"
+
+
 def test_a_model_that_is_found_damaged_by_each_request_backs_off_until_one_is_answered() -> None:
     rig = loaded()
     pause_s, longest_s = BACKOFF_S
