@@ -7,7 +7,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "steps.h"
@@ -59,19 +61,23 @@ int program_storage(const Program* program, int64_t number) {
   return static_cast<int>(number);
 }
 
-int program_view(Program* program, int64_t number, const Meta& meta, const Plan* plan) {
+// The views that there are, by their storages and geometries.
+using ProgramViews = std::map<std::pair<int, int64_t>, int>;
+
+int program_view(Program* program, ProgramViews& known, int64_t number, const Meta& meta, const Plan* plan) {
   const int storage = program_storage(program, number);
   if ((meta.bits & CONJUGATE) && !c10::isComplexType(meta.dtype)) throw NotPlain();
-  for (int view : (*program->storages)[storage].views) {
-    if (number_of((*program->views)[view].meta->number.object) == number_of(meta.number.object)) return view;
-  }
+  const int next = static_cast<int>(program->views->size());
+  const auto [found, fresh] = known.try_emplace({storage, number_of(meta.number.object)}, next);
+  if (!fresh) return found->second;
   program->views->push_back({storage, &meta, plan});
-  (*program->storages)[storage].views.push_back(static_cast<int>(program->views->size()) - 1);
-  return static_cast<int>(program->views->size()) - 1;
+  (*program->storages)[storage].views.push_back(next);
+  return next;
 }
 
 // One command of it; the place of the next.
-Py_ssize_t program_command(Program* program, PyObject* plans, PyObject* words, Py_ssize_t at, int64_t free_code) {
+Py_ssize_t program_command(
+    Program* program, ProgramViews& known, PyObject* plans, PyObject* words, Py_ssize_t at, int64_t free_code) {
   PyObject* found = PyDict_GetItemWithError(plans, PyList_GET_ITEM(words, at));
   if (!found) {
     const int64_t count = at + 1 < PyList_GET_SIZE(words) ? number_of(PyList_GET_ITEM(words, at + 1)) : -1;
@@ -92,14 +98,14 @@ Py_ssize_t program_command(Program* program, PyObject* plans, PyObject* words, P
     if (operand.kind == SCALAR) {
       call.arguments[operand.argument] = number_as(bare(arguments[operand.argument].type()), word);
     } else {
-      const int view = program_view(program, number_of(word), *operand.meta, plan);
+      const int view = program_view(program, known, number_of(word), *operand.meta, plan);
       call.operands.push_back({operand.argument, operand.item, view});
     }
   }
   for (const Result& result : *plan->results) {
     if (result.kind != FRESH) continue;
     const int64_t storage = number_of(PyList_GET_ITEM(words, middle + result.number));
-    call.fresh.push_back(program_view(program, storage, *result.meta, plan));
+    call.fresh.push_back(program_view(program, known, storage, *result.meta, plan));
   }
   program->calls->push_back(std::move(call));
   return middle + plan->fresh;
@@ -126,12 +132,13 @@ PyObject* program_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   program->views = new std::vector<ProgramView>();
   program->storages = new std::vector<ProgramStorage>(PyList_GET_SIZE(places));
   program->results = new std::vector<int>();
+  ProgramViews known;
   try {
     for (Py_ssize_t n = 0; n < PyList_GET_SIZE(places); n++) {
       (*program->storages)[n].place = PyLong_AsLongLong(PyList_GET_ITEM(places, n));
     }
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(words);) {
-      at = program_command(program, plans, words, at, free_code);
+      at = program_command(program, known, plans, words, at, free_code);
     }
     for (Py_ssize_t n = 0; n < PyList_GET_SIZE(results); n++) {
       const int storage = program_storage(program, number_of(PyList_GET_ITEM(results, n)));
