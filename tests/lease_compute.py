@@ -350,9 +350,9 @@ class Compute:
             assert found == self.world.store.values[segment], f"segment {segment} is said to be here"
 
     def _listen(self, begin: o.Begin) -> Generator[Wait, None, None]:
-        """The frames that its instance sends, until there is something else to do."""
+        """The frames that its instance sends, until there is something else to do, or time is up."""
         serial, heard = begin.serial, self.world.lent[begin.instance]
-        yield lambda: bool(heard or self.orders.items)
+        yield always
         count, replies, ended = 0, list[bytes](), None
         while heard and not self.orders.items and ended is None:
             if not follows(heard[0], FrameHeader(serial, SECRET, 0), count + 1):

@@ -362,8 +362,7 @@ class Interpreter:
         """See `InterpreterDevice`. What was computed ahead goes first."""
         if self._templates.guessing:
             return "(what nobody has asked for makes no room)"
-        self._templates.drop()
-        return self._device.relieve()
+        return None if self._templates.drop() else self._device.relieve()
 
     def _count(self, ran: int) -> None:
         self._operations += ran

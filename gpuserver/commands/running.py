@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -23,6 +23,10 @@ from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
 
 T = TypeVar("T")
+RELIEFS: Final = 3
+"""So often what was refused memory is tried again: room is made by what was computed ahead, then by what was captured,
+then by idle models.
+"""
 WROTE_UNDECLARED = "Inplace update to inference tensor"
 """How PyTorch complains when a custom operator writes an operand though its schema says that it writes none."""
 
@@ -150,7 +154,7 @@ class OperationRunner:
                 for entry in stored:
                     entry.error, entry.dirty = failed.failure, True  # nobody knows which it was
             raise failed from None
-        return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
+        return self.with_relief(lambda: self._invoke(kernel, args, kwargs), RELIEFS - 1)
 
     def raised(self, kernel: Kernel, stored: list[HeldStorage], error: Exception) -> CommandFailed:
         """What an operation on these storages has raised. Raises DeviceLost if it was the device."""
@@ -227,19 +231,19 @@ class OperationRunner:
             return self._generators.get(value.number)
         return value
 
-    def with_relief(self, call: Callable[[], T], relieve: bool = True) -> T:
-        """Call; out of memory, make room once and call again."""
+    def with_relief(self, call: Callable[[], T], reliefs: int = RELIEFS) -> T:
+        """Call; out of memory, make room and call again."""
         try:
             return call()
         except torch.OutOfMemoryError as error:
-            why = self._relieve() if relieve else ""
+            why = self._relieve() if reliefs else ""
             if why is not None:
                 raise CommandFailed(_failure(error, why)) from None
         except (CommandFailed, ProtocolViolation, DeviceLost):
             raise
         except Exception as error:  # as in _call
             raise self.failed(error) from None
-        return self.with_relief(call, relieve=False)
+        return self.with_relief(call, reliefs - 1)
 
     def failed(self, error: Exception) -> CommandFailed:
         """The function's error for what torch raised. Raises DeviceLost if it is the device's: torch meets a kernel's

@@ -21,6 +21,7 @@ from dormouse.core.links.loan import Loan
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import FindFastPath, ProtocolViolation
+from dormouse.gpuserver.commands.running import RELIEFS
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.executor.instance import ExecutorInstance, InstanceDevice
@@ -162,11 +163,10 @@ class Compute:
         return item.value
 
     def relieve(self) -> str | None:
-        """An operation was refused memory: None if there is room now, else why not."""
+        """An operation was refused memory: None if there may be room now, else why not. Idle models go last."""
         assert self._current is not None
         shared = self.device.activations_share_pool
-        dropped = self._drop_captured(*self._instances.values())
-        if not shared and (self.device.relieve() or dropped):
+        if self._drop_captured(*self._instances.values()) or (not shared and self.device.relieve()):
             return None
         refused = self.device.refused() if shared else (0, 0)
         answer: str | None = self._ask(e.Relieve(self._current.serial, *refused))
@@ -261,11 +261,12 @@ class Compute:
         loan, serial, data = serve.loan, serve.serial, serve.given
         frames, busy_s, idle_s, ended = 0, 0.0, 0.0, None
         heard_before = 0 if data is None else 1
+        most_s = self._turn_s if data is not None else max(0.0, serve.until_s - time.monotonic())
         with self.orders.hearing(loan):
             while serial in self._leases and serial not in self.orders.skipped:
                 if data is None:
                     waited_s = time.monotonic()
-                    if (data := self.orders.next_frame(loan, self._turn_s)) is None:
+                    if (data := self.orders.next_frame(loan, most_s)) is None:
                         idle_s = time.monotonic() - waited_s
                         break
                     if not follows(data, serve.header, frames + 1 - heard_before):
@@ -273,7 +274,7 @@ class Compute:
                         break
                 if (run := self._run(serial, data)) is None:
                     break
-                frames, data = frames + 1, None
+                frames, data, most_s = frames + 1, None, self._turn_s
                 busy_s += run.busy_s
                 if run.replies:
                     loan.send(b"".join(run.replies))
@@ -425,9 +426,10 @@ class Compute:
 
     def _read_back(self, place: Place) -> torch.UntypedStorage:
         """As for what an operation makes, idle models leave for it."""
-        try:
-            return self.device.read_back(place.slab, place.offset, place.nbytes)
-        except torch.OutOfMemoryError:
-            if self.relieve() is not None:
-                raise
+        for _ in range(RELIEFS):
+            try:
+                return self.device.read_back(place.slab, place.offset, place.nbytes)
+            except torch.OutOfMemoryError:
+                if self.relieve() is not None:
+                    raise
         return self.device.read_back(place.slab, place.offset, place.nbytes)

@@ -136,7 +136,7 @@ class Leases:
             case o.Execute(alone=True, instance=instance) if (loan := self._outside.lend(instance)) is not None:
                 self.orders.give(Serve(effect.serial, read_header(effect.data), loan, effect.data))
             case o.Listen(begin=begin) if (loan := self._outside.lend(begin.instance)) is not None:
-                self.orders.listen(begin, loan)
+                self.orders.listen(begin, loan, effect.until_s)
             case o.Listen(begin=begin):
                 self._events.append(e.NotLent(begin.serial))
             case _:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import time
 from collections import deque
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -28,13 +29,14 @@ class Attach(Struct, frozen=True, gc=False):
 
 class Serve(Struct, frozen=True, gc=False):
     """The frames that follow the one with this header, which is ``given``, on the instance's connection, until there is
-    anything else to do; None: it had none.
+    anything else to do; None: it had none, and the first is waited for until ``until_s``.
     """
 
     serial: int
     header: FrameHeader
     loan: Loan
     given: bytes | None
+    until_s: float = 0.0
 
 
 class Repaid(Struct, frozen=True, gc=False):
@@ -63,7 +65,7 @@ class Orders:
         self._asked = False  # it waits for an answer
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sleeps = False  # it waits for frames or orders, and hears the bell
-        self._quiet = False  # it need not look at what it has been given
+        self._quiet_until_s: float | None = None  # it need not look at what it has been given before
         self._poll = select.epoll()
         self._poll.register(self._bell, select.EPOLLIN)
         self._leaving: set[int] = set()  # leases whose seat is to be left, or has been
@@ -87,7 +89,7 @@ class Orders:
             self.urgent.put(order)
         else:
             self.items.put(order)
-            self._quiet = False
+            self._quiet_until_s = None
             if self._sleeps:
                 os.eventfd_write(self._bell, 1)
         if isinstance(order, o.Own):
@@ -97,17 +99,18 @@ class Orders:
         elif isinstance(order, o.Return):
             self._leaving.discard(order.begin.serial)
 
-    def listen(self, begin: o.Begin, loan: Loan) -> None:
-        """Two orders that wait until there is something to hear, or another order."""
+    def listen(self, begin: o.Begin, loan: Loan, until_s: float) -> None:
+        """Two orders that wait until there is something to hear, another order, or this time."""
         self._poll.register(loan.fileno(), select.EPOLLIN)  # first: the compute thread may be at it at once
-        self._quiet = self.items.empty()
+        self._quiet_until_s = until_s if self.items.empty() else None
         self.items.put(begin)
-        self.items.put(Serve(begin.serial, FrameHeader(begin.serial, begin.secret, 0), loan, None))
+        self.items.put(Serve(begin.serial, FrameHeader(begin.serial, begin.secret, 0), loan, None, until_s))
 
     def next_item(self) -> Item:
         """Wait for what is to be done."""
         while self.idle:
-            self._wait(None)
+            until_s = self._quiet_until_s
+            self._wait(None if until_s is None else max(0.0, until_s - time.monotonic()))
         return self.items.get()
 
     @property
@@ -118,7 +121,7 @@ class Orders:
     @property
     def idle(self) -> bool:
         """Whether there is nothing that cannot wait."""
-        return self._quiet or self.items.empty()
+        return self._quiet_until_s is not None or self.items.empty()
 
     @contextlib.contextmanager
     def hearing(self, loan: Loan) -> Iterator[None]:
@@ -156,7 +159,7 @@ class Orders:
             ready = [fd for fd, _ in self._poll.poll(timeout_s)] if self.idle else [self._bell]
         finally:
             self._sleeps = False
-        self._quiet = False
+        self._quiet_until_s = None
         if self._bell in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)

@@ -44,10 +44,12 @@ class Begin(Struct, frozen=True, gc=False):
 
 class Listen(Struct, frozen=True, gc=False):
     """Begin with this lease when its instance has sent its first frame: the compute thread hears it itself, and those
-    that follow, until there is something else to do. Nobody wakes it before. Answered with `Executed`, or `NotLent`.
+    that follow, until there is something else to do. It sleeps until then, or until this time on the monotonic clock,
+    in seconds. Answered with `Executed`, or `NotLent`.
     """
 
     begin: Begin
+    until_s: float
 
 
 class Execute(Struct, frozen=True, gc=False):

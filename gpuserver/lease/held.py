@@ -59,8 +59,7 @@ class HeldLease:
     wake: m.Wake
     state: LeaseState = LeaseState.RUNNING
     begun: bool = False  # the compute thread knows of it
-    frames: int = 0  # given to the compute thread, not executed
-    listens: bool = False  # one of them is yet to be sent: the compute thread hears its instance itself
+    frames: int = 0  # given to the compute thread, not executed; one that is yet to come, too (`Listen`)
     used: bool = False  # there was a frame
     said_unused: bool = False  # there was none, says its instance
     reached: bool = False  # the compute thread has begun with it

@@ -59,9 +59,9 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
     if plan.missing or lease.refused or lease.runtime:
         tell_begin(state, lease, instance, plan, woken.rates)
     elif state.turns == 1 and instance.uses and not actions:
-        lease.begun = lease.listens = True
+        lease.begun = True
         lease.frames = 1
-        state.emit(o.Listen(begin_order(state, lease, instance, plan, None)))
+        state.emit(o.Listen(begin_order(state, lease, instance, plan, None), state.now_s + state.turn_s))
     if lease.runtime:
         runtimes.seated(state, lease)
     else:
@@ -158,9 +158,6 @@ def resume(state: MachineState, serial: int) -> bool:
 
 def tick(state: MachineState) -> None:
     for lease in state.leases.values():
-        if lease.listens and state.now_s >= lease.since_s + state.turn_s:
-            lease.listens = False
-            state.emit(o.Recall(lease.serial))
         if may_idle(lease) and state.now_s >= lease.since_s + state.turn_s:
             lease.idle = True
             state.emit(m.Idle(serial=lease.serial))
@@ -215,7 +212,7 @@ def _use(state: MachineState, lease: HeldLease) -> None:
 def not_lent(state: MachineState, serial: int) -> None:
     """Its frames come here; the compute thread is told of it with the first."""
     lease = state.leases[serial]
-    lease.begun = lease.listens = False
+    lease.begun = False
     lease.frames -= 1
     if (instance := state.instances.get(lease.instance)) is not None:
         instance.bound = False
@@ -235,7 +232,6 @@ def executed(state: MachineState, event: e.Executed) -> None:
     lease.frames -= 1
     lease.reached = True
     lease.busy_us += state.meter.busy(lease.instance, event.busy_s)
-    lease.listens = False
     if event.frames:
         if lease.said_unused:
             admit(state, state.gate.expel(lease.instance, "commands in a request that is said to have given none"))
@@ -294,7 +290,7 @@ def waiting(state: MachineState, serial: int) -> e.WakeAsked | None:
 def next_deadline_s(state: MachineState) -> float | None:
     """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
     leases = state.leases.values()
-    due = [lease.since_s + state.turn_s for lease in leases if lease.listens or may_idle(lease)]
+    due = [lease.since_s + state.turn_s for lease in leases if may_idle(lease)]
     if state.unknown is not None:
         due.append(state.unknown[1] + VERSION_S)
     return min(due, default=None)

@@ -15,6 +15,7 @@ from engine_world import ADD, META, MIB, MODEL, AskPeer, LeavePeer, Reply, Viola
 from dormouse.core.links.fds import close_all
 from dormouse.core.quantities import size
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.commands.interpreter import Interpreter
 from dormouse.gpuserver.device.host.copies import HostCopyJob
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.host.memory import PeerMemory
@@ -542,6 +543,41 @@ def test_a_value_comes_down_from_a_gpu_that_weights_fill(small: World) -> None:
         assert small.read(1, 1, 3, metas=META) == bytes([3]) * 16
         small.frame(1, 2, wire.END, 8, 0)
         small.until(m.Done)
+    finally:
+        library._lib.dormouse_limit_this_thread(0)
+
+
+def test_captured_memory_makes_room_before_an_idle_model_goes(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small.device.approximate:
+        pytest.skip("needs a C++ compiler: g++ or clang++")
+    small.engine.manifest(MODEL)
+    small.engine.manifest(manifest("b", 20))
+    assert isinstance(small.device, HostDevice)
+    library: Any = small.device.activations
+    small.device.attach_thread()
+    captured: list[torch.Tensor] = []
+
+    def drop(_: Interpreter) -> bool:
+        given_up = bool(captured)
+        captured.clear()
+        return given_up
+
+    monkeypatch.setattr(Interpreter, "drop_captured", drop)
+    try:
+        small.wake(1)
+        small.read(1, 1, 3, metas=META)
+        small.frame(1, 2, wire.END, 8, 0)
+        small.until(m.Done)
+        small.wake(2, "b", worth={"a": 1.0})
+        captured.append(torch.empty(MIB // 2, dtype=torch.uint8))
+        free = small.device.activation_stats()[2]
+        assert free > MIB // 4
+        small.frame(2, 1, wire.CREATE, 50, free + MIB // 4, wire.SYNC, 8, name="b", metas=META)
+        assert msgpack.unpackb(small.until(Reply).messages[0])[0] == wire.VALUE
+        assert (captured, 10 in small.engine.residency.pool) == ([], True)
+        small.frame(2, 2, wire.CREATE, 51, MIB, wire.END, 8, 0, name="b")
+        small.until(m.Done)
+        assert 10 not in small.engine.residency.pool
     finally:
         library._lib.dormouse_limit_this_thread(0)
 

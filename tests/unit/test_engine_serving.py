@@ -145,6 +145,7 @@ def warm(world: Serving) -> Serving:
 @pytest.fixture
 def listening(warm: Serving) -> Serving:
     """The compute thread waits for the first frame of its next."""
+    warm.leases.machine._state.turn_s = WAIT_S
     warm.wake(3)
     assert (warm.lent, warm.orders.idle, warm.executed) == (True, True, [])
     return warm
@@ -209,21 +210,34 @@ def test_commands_in_a_request_that_is_said_to_have_given_none_end_its_instance(
     assert listening.until(m.Done).serial == 3
 
 
-def test_who_sends_no_first_frame_is_idle(listening: Serving) -> None:
+def test_who_sends_no_first_frame_is_idle(warm: Serving) -> None:
     """And is heard by the gate from then on."""
-    machine = listening.leases.machine
+    machine = warm.leases.machine
+    machine._state.turn_s = 0.01
+    warm.wake(3)
     began_s = machine.leases[3].since_s
-    machine._state.turn_s = 0.0
-    assert machine.next_deadline_s == began_s
-    listening.does(e.Tick())
-    assert not listening.lent
-    assert ([executed.frames for executed in listening.executed], machine.leases[3].since_s) == ([0], began_s)
-    listening.does(e.Tick())
-    assert listening.until(m.Idle).serial == 3
-    listening.compute._turn_s = 0.01
-    listening.frame(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
-    assert listening.until(m.Busy).serial == 3
-    assert listening.replies(2) == [[wire.VALUE, 7, ONES], [wire.ACK, 3, 1]]
+    warm.hear_out()
+    assert not warm.lent
+    assert ([executed.frames for executed in warm.executed], machine.leases[3].since_s) == ([0], began_s)
+    assert machine.next_deadline_s == began_s + 0.01
+    warm.does(e.Tick())
+    assert warm.until(m.Idle).serial == 3
+    warm.compute._turn_s = 0.01
+    warm.frame(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
+    assert warm.until(m.Busy).serial == 3
+    assert warm.replies(2) == [[wire.VALUE, 7, ONES], [wire.ACK, 3, 1]]
+    warm.does(m.Revoke(serial=3))
+
+
+def test_who_sends_frames_for_longer_than_a_turn_is_heard_on(listening: Serving) -> None:
+    listening.leases.machine._state.turn_s = 0.0
+    listening.compute._turn_s = 0.2
+    listening.say(3, 1, wire.DOWNLOAD, 7, 1, 0, -1)
+    later = listening.while_it_listens(e.Tick())
+    listening.hear_out()
+    later.join()
+    (executed,) = listening.executed
+    assert (executed.frames, executed.idle_s >= 0.2) == (1, True)
     listening.does(m.Revoke(serial=3))
 
 

@@ -178,7 +178,14 @@ class RouterMachine(RuleBasedStateMachine):
         ticket = self.open_by[name].pop(data.draw(st.integers(0, len(self.open_by[name]) - 1)))
         answer: m.InstanceToRouter = m.Returned(request=ticket, body=b"1", nbytes=0)
         if raises:
-            codes = ("function_raised", "cancelled", "executor_lost", "invalid_request", "limit_exceeded", "model_damaged")
+            codes = (
+                "function_raised",
+                "cancelled",
+                "executor_lost",
+                "invalid_request",
+                "limit_exceeded",
+                "model_damaged",
+            )
             answer = m.Raised(request=ticket, code=data.draw(st.sampled_from(codes)), text="")
         self.do(e.FromInstance(name, answer))
 
