@@ -257,12 +257,12 @@ def want(state: MachineState) -> None:
 
 
 def lend(state: MachineState) -> None:
-    """While a step of who has the turn waits for its weights, another runtime that has all of its own has a step: that
-    which has had none for longest. The turn stays where it is. Once the weights have come, two may compute for the rest
-    of that step.
+    """While a step of who has the turn, or is to give it back after this step, waits for its weights, another runtime
+    that has all of its own has a step: that which has had none for longest. The turn stays where it is. Once the
+    weights have come, two may compute for the rest of that step.
     """
-    waiting = [books for books in state.runtimes.values() if books.waits and state.computing(books.name)]
-    if not waiting or seats.lent(state):
+    turns = [lease for lease in state.leases.values() if lease.runtime and lease.state in TURN]
+    if not any(state.runtimes[lease.runtime].waits for lease in turns) or seats.lent(state):
         return
     able = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_borrow(state, lease)]
     if (lease := min(able, key=lambda each: each.since_s, default=None)) is not None:

@@ -117,8 +117,10 @@ def test_a_step_that_is_told_with_the_turn_is_metered() -> None:
     assert done.gpu_us == 7000
 
 
-def waiting_step(played: Played) -> tuple[int, list[int]]:
-    """Leases of b, whose step waits for weights, and of a and c, which have had steps and want the next ones."""
+def waiting_step(played: Played, pause: bool = False) -> tuple[int, list[int]]:
+    """Leases of b, whose step waits for weights, and of a and c, which have had steps and want the next ones.
+    ``pause``: a is to have the turn of b after this step.
+    """
     others = []
     for name in "ac":
         others.append(played.wake(name))
@@ -130,6 +132,9 @@ def waiting_step(played: Played) -> tuple[int, list[int]]:
     played.controller.clear()
     for told in played.told.values():
         told.clear()
+    if pause:
+        played.do(m.Pause(serial=own))
+        played.do(m.Turn(serial=others[0]))
     played.say("b", m.StepWaits())
     return own, others
 
@@ -149,6 +154,23 @@ def test_while_a_step_waits_for_weights_others_have_steps() -> None:
     played.say("c", m.TurnGivenBack(wants=True, stepped=m.Stepped(busy_us=5)))
     assert [kinds(played.told[name]).count("TurnBegins") for name in "abc"] == [1, 0, 1]
     assert [played.lease(name).state for name in "abc"] == [LeaseState.PAUSED, LeaseState.RUNNING, LeaseState.PAUSED]
+
+
+def test_while_the_last_step_of_a_turn_waits_for_weights_others_have_steps() -> None:
+    """Then the turn is had by who was given it."""
+    played = Played(models="abc")
+    own, (first, _) = waiting_step(played, pause=True)
+    assert played.lease("b").state is LeaseState.YIELDING
+    assert played.told["a"] == [m.TurnBegins(lent=True), m.TurnEnds()]
+    played.now_s += 1.0
+    played.say("a", m.TurnGivenBack(wants=True, stepped=m.Stepped(busy_us=5)))
+    assert kinds(played.told["c"]) == ["TurnBegins", "TurnEnds"]
+    played.do(e.Came(own, [101]))
+    played.give_turn_back("b")
+    assert len(played.told["a"]) == 2  # c has its step in the turn of b
+    played.give_turn_back("c")
+    assert played.told["a"][2:] == [m.TurnBegins()]
+    assert played.lease("a").state is LeaseState.RUNNING
 
 
 def test_nobody_gets_the_turn_while_another_has_a_step_in_it() -> None:
