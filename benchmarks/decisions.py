@@ -15,12 +15,12 @@ import numpy as np
 
 from benchmarks.papers_parameters import node
 from benchmarks.report import Goal, arguments, report
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 
 GOALS: Final = (
     (8, 1_000, 100.0, {"light": 8.0, "saturated": 30.0}, "default"),

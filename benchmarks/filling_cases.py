@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from dormouse.controller.scheduling.filling import Artefact
+from dormouse.core.decisions.scheduling.filling import Artefact
 
 
 def optimum(artefacts: Sequence[Artefact], room: Mapping[str, int]) -> float:

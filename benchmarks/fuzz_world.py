@@ -23,12 +23,12 @@ import msgpack
 import msgspec
 
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection
+from dormouse.core.decisions.leases.gate import Malformed, read_header
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands.storages import STORAGE_BITS
-from dormouse.gpuserver.lease.gate import Malformed, read_header
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import PeerLost

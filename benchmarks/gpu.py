@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from benchmarks.gpu_facts import facts
 from benchmarks.report import Goal, arguments, report
+from dormouse.core.decisions.memory.transfer import Copy, Kind, slab
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda.probe import probe
-from dormouse.gpuserver.transfer import Copy, Kind, slab
 
 MIB = 1 << 20
 GRANULE = 2 * MIB

@@ -38,7 +38,7 @@ from benchmarks.gpu_llm_node import LEAST_MIXED
 from benchmarks.llm_alone import random_prompt
 from benchmarks.llm_judge import GAP, judged
 from benchmarks.report import Goal, arguments, report
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.models import parameters_on_meta
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dormouse.client_shim.llm.folder import spec_of
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime import models as built
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.sampling import Sampling

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.gpu import MIB, open_device, rate, seconds, wake
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.transfer import Copy, peer, slab
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda.probe import opened, probe
 from dormouse.gpuserver.device.protocol import Device, DeviceError
-from dormouse.gpuserver.transfer import Copy, peer, slab
 
 GIB: Final = 1 << 30
 LARGE: Final = 64 * MIB  # the larger granules of a pool of pages

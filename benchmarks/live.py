@@ -44,9 +44,9 @@ from benchmarks.models import SHAPES
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec, OutsideLease
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import DEFAULT
 
 GPU_MIB: Final = 768

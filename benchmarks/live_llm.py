@@ -47,13 +47,13 @@ from benchmarks.models import native
 from benchmarks.report import Goal, report
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.batch import STEP_TOKENS
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import LlmSpec
 from dormouse.controller.simulator.streams.outcome import tpot_s
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import DEFAULT, changed
 from examples import smollm2
 

@@ -14,9 +14,9 @@ from scipy.optimize import nnls
 
 from benchmarks.live_llm_node import Heard, Measured, World
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.streams.batch import STEP_TOKENS
 from dormouse.controller.simulator.streams.cost import StepCost, prompt_tokens
+from dormouse.core.decisions.scheduling import events as ev
 
 OUTLIER: Final = 4.0
 """So many times the median, and something else than a step lies between two tokens."""

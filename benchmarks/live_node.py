@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import models
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling import events as ev
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 64

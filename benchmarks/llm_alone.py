@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from dormouse.client_shim.llm.folder import read_json, spec_of
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.gpuserver.runtime.tables import KvLayout

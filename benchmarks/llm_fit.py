@@ -31,9 +31,9 @@ import torch
 from benchmarks.llm_alone import Alone, begin
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.simulator.streams.cost import StepCost, prompt_tokens
+from dormouse.core.decisions.batches.batch import STEP_TOKENS
+from dormouse.core.decisions.batches.batch import Sequence as Tokens
 from dormouse.core.step_times import StepTimer, first_token_s
-from dormouse.gpuserver.runtime.batch import STEP_TOKENS
-from dormouse.gpuserver.runtime.batch import Sequence as Tokens
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Generation
 from dormouse.gpuserver.runtime.sampling import Sampling
 from examples import smollm2

@@ -32,8 +32,8 @@ import torch
 from benchmarks.llm_alone import NEW, Alone, begin, random_prompt
 from benchmarks.llm_extents import Pool
 from benchmarks.report import Goal, arguments, report
-from dormouse.gpuserver.runtime.batch import Batch
-from dormouse.gpuserver.runtime.blocks import Blocks, BlockTable
+from dormouse.core.decisions.batches.batch import Batch
+from dormouse.core.decisions.batches.blocks import Blocks, BlockTable
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Engine
 from examples import smollm2
 

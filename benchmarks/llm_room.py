@@ -25,9 +25,9 @@ from benchmarks.papers_parameters import L40_NBYTES, MOST_TOKENS
 from benchmarks.papers_tangram import BATCHES
 from benchmarks.pool_models import Model, language_models
 from benchmarks.report import Goal, arguments, report
-from dormouse.gpuserver.runtime.batch import Batch
-from dormouse.gpuserver.runtime.batch import Sequence as Tokens
-from dormouse.gpuserver.runtime.blocks import Blocks
+from dormouse.core.decisions.batches.batch import Batch
+from dormouse.core.decisions.batches.batch import Sequence as Tokens
+from dormouse.core.decisions.batches.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS
 from dormouse.gpuserver.runtime.extents import EXTENT_NBYTES, EXTENTS
 

@@ -18,7 +18,7 @@ from benchmarks.llm_alone import Alone, begin, random_prompt
 from benchmarks.llm_judge import GAP, judged
 from benchmarks.lora_adapters import EVERY, base_model, brought, save
 from benchmarks.report import Goal
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.weights import AdapterParts
 

@@ -21,8 +21,8 @@ from benchmarks.llm_tiny import make_folder, never_special, prompts, reference
 from benchmarks.lora_adapters import ALL
 from benchmarks.report import Goal
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling import events as ev
 from dormouse.core import modelfolder
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.testing import running_node
 

@@ -18,12 +18,12 @@ import msgspec
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.ledger import Used
 from dormouse.controller.measures import measures
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE
+from dormouse.core.decisions.requests.events import Timing
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.router.admin.scrapes import counted
-from dormouse.router.decisions.events import Timing
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.metrics.exposition import written
 from dormouse.router.metrics.main import LEVEL

@@ -27,10 +27,10 @@ ORIGIN: Final = "benchmarks.papers"
 
 ROOT: Final = Path(__file__).parents[1]
 
-RELEVANT: Final = ("controller/scheduling", "controller/simulator", "core/memory")
+RELEVANT: Final = ("core/decisions/scheduling", "controller/simulator", "core/decisions/memory")
 
 IRRELEVANT: Final = (
-    "controller/scheduling/reasons.py",
+    "core/decisions/scheduling/reasons.py",
     "controller/simulator/output.py",
     "controller/simulator/plots.py",
     "controller/simulator/progress.py",

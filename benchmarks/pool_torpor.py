@@ -6,9 +6,9 @@ from typing import Final
 
 from benchmarks.pool_models import segments_of, torpor_models
 from benchmarks.pool_trace import Planned, thread_ms
-from dormouse.core.memory.pools.blocks import blocks_of
-from dormouse.core.memory.pools.buddy import SLOT_NBYTES, Buddy
-from dormouse.core.memory.pools.protocol import PoolFull
+from dormouse.core.decisions.memory.pools.blocks import blocks_of
+from dormouse.core.decisions.memory.pools.buddy import SLOT_NBYTES, Buddy
+from dormouse.core.decisions.memory.pools.protocol import PoolFull
 
 MALLOC_S: Final = 230e-6
 FREE_S: Final = 49e-6

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from benchmarks.filling_cases import any_forest, backbones_and_adapters, optimum
 from benchmarks.report import Goal, arguments, report
 from benchmarks.serverless_lora_workload import GPU_NBYTES, LINK_BPS, Pairs, arrivals, lengths, models
-from dormouse.controller.scheduling.filling import fill
-from dormouse.controller.scheduling.topology import HOST_BPS, Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling.filling import fill
+from dormouse.core.decisions.scheduling.topology import HOST_BPS, Topology
 from dormouse.schemas.policy import Policy
 
 ARMS: Final[dict[str, Policy]] = {

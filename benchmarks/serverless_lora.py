@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.report import Goal, arguments, report
 from benchmarks.serverless_lora_workload import CLASSES, GPU_NBYTES, Pairs, arrivals, lengths, models, topology
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.outcome import tpot_s
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.policy import Policy
 
 OURS: Final = "dormouse"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.serverless_lora_workload import ADAPTERS, BACKBONES
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
 
 
 class Lease(NamedTuple):

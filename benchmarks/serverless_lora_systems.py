@@ -25,12 +25,12 @@ from benchmarks.serverless_lora_workload import (
     arrivals,
     models,
 )
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.outcome import tpot_s
+from dormouse.core.decisions.scheduling.topology import Topology
 
 GPUS: Final = 16
 

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
+from dormouse.core.decisions.scheduling.topology import Topology
 
 CLASSES: Final = ("Predictable", "Normal", "Bursty")
 

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.report import Goal, arguments, report
 from benchmarks.wake_models import MODELS, Recording, record
 from benchmarks.wake_world import MIB, Arm, World, shapes
-from dormouse.gpuserver.transfer import chunked
+from dormouse.core.decisions.memory.transfer import chunked
 
 WAKE_GOAL = 0.92
 OVERLAP_GOAL = 1.10

@@ -14,6 +14,8 @@ import msgpack
 import torch
 
 from benchmarks.wake_models import Recording
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.memory.transfer import Copy, Kind, slab
 from dormouse.core.evidence import Evidence
 from dormouse.core.freelist import aligned
 from dormouse.core.links.loan import Loan
@@ -25,9 +27,7 @@ from dormouse.gpuserver.device.protocol import CopyJob, DeviceEvent
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders
-from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.store.ingest.packing import pack
-from dormouse.gpuserver.transfer import Copy, Kind, slab
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

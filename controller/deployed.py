@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from dormouse.controller import service
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
 LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"

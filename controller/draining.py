@@ -8,10 +8,10 @@ from typing import Final
 import orjson
 
 from dormouse.controller import service
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import state
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.startup import keep_drained_gpus, read_drained_gpus
 from dormouse.schemas import messages as m
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from dormouse.controller.catalogue import BatchTimesKnown, CatalogueFile, NotWritten
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.step_times import NEWS, news
 from dormouse.schemas import messages as m
 

@@ -20,14 +20,14 @@ from dormouse.controller.overshares import OverShares
 from dormouse.controller.peers import ControllerPeers
 from dormouse.controller.queries import Queries
 from dormouse.controller.recording import RecordingHeader
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import discovered
 from dormouse.controller.status import NO_STORE, status
 from dormouse.controller.supervisor_watch import SupervisorWatch
 from dormouse.controller.usage import NodeUsage
 from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import discovered
 from dormouse.core.directories import RunDirectory
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.startup import keep_node_config

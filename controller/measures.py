@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import msgspec
 
 from dormouse.controller.ledger import Used
-from dormouse.controller.scheduling.functions import FunctionCounts
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.state import Gpu
+from dormouse.core.decisions.scheduling.functions import FunctionCounts
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.state import Gpu
 from dormouse.schemas import messages as m
 
 NOTHING = FunctionCounts()

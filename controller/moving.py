@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dormouse.controller import moves
 from dormouse.controller.moves import ModelLeaves, ModelMoves
 from dormouse.controller.peers import ControllerPeers
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dormouse.controller.recording import FLUSH_S, FULL, Recorder, RecordingHeader
-from dormouse.controller.scheduling import events as ev
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.errors import ConfigError
 
 

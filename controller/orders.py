@@ -2,8 +2,8 @@
 
 from typing import assert_never
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
 ForExecutor = ev.PauseOn | ev.TurnOn | ev.OverOn | ev.RevokeOn | ev.RetireExecutor | ev.StopPreloadOn | ev.DrainOn

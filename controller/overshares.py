@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
-from dormouse.controller.scheduling.shares import Shares
+from dormouse.core.decisions.scheduling.shares import Shares
 from dormouse.schemas import messages as m
 
 TELL_S: Final = 0.5

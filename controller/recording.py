@@ -20,9 +20,9 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from dormouse.controller.scheduling.events import Action, Event
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling.events import Action, Event
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.quantities import size
 from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling.events import Action, Event
+from dormouse.core.decisions.scheduling.events import Action, Event
 from dormouse.core.output import show_json
 
 

@@ -4,11 +4,11 @@ function cannot be kept: pure.
 
 from typing import Final
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import USUAL_PROMPT
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import USUAL_PROMPT
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.quantities import duration, size
 from dormouse.core.step_times import first_token_s
 from dormouse.schemas import messages as m

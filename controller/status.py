@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from dormouse.controller.busyshares import BusyShares
 from dormouse.controller.news import News
-from dormouse.controller.scheduling.functions import Function, LastWake
-from dormouse.controller.scheduling.reasons import Reasons, evicted, ms, preloaded
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.state import Gpu
+from dormouse.core.decisions.scheduling.functions import Function, LastWake
+from dormouse.core.decisions.scheduling.reasons import Reasons, evicted, ms, preloaded
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.state import Gpu
 from dormouse.schemas import messages as m
 
 NO_STORE: Final = m.StoreStatus(

@@ -1,9 +1,9 @@
 """Streams that wait for others of their function before a batch takes them, whether the GPU is idle or not: what
 ServerlessLoRA compares itself with, and what its Eq. 3 says as it stands. Pure: it is told the time.
 
-Runtimes wait by BatchRule (gpuserver/runtime/gathering.py), and so do those of the simulator. With ``now``, which is
+Runtimes wait by BatchRule (decisions/batches/gathering.py), and so do those of the simulator. With ``now``, which is
 the default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
-Requests of other functions wait by RequestBatches (controller/scheduling/gathering.py).
+Requests of other functions wait by RequestBatches (core/decisions/scheduling/gathering.py).
 """
 
 from bisect import bisect_left, insort

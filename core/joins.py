@@ -1,5 +1,5 @@
 """Which of the sequences that wait joins a runtime's batch next, where not all can at once: pure. Runtimes decide by it
-(gpuserver/runtime/batch.py), and so do those of the simulator.
+(core/decisions/batches/batch.py), and so do those of the simulator.
 
     margin = deadline - (now + T) = latest - now
 

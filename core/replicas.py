@@ -1,5 +1,5 @@
 """When a function has one more instance, when a language model's tokens call for one, and what that one gets: the
-rules, pure. Routers decide by them (router/decisions/replicas.py says why they are so), and so do simulated ones
+rules, pure. Routers decide by them (core/decisions/requests/replicas.py says why they are so), and so do simulated ones
 (controller/simulator/extras.py).
 """
 

@@ -1,4 +1,4 @@
-"""The router process: carries out what router/decisions/policy.py decides, between clients, the controller, the zygote
+"""The router process: carries out what the policy of requests decides, between clients, the controller, the zygote
 and the instances.
 
 Makes all that the router consists of. It does not decide anything about a request.
@@ -16,6 +16,10 @@ from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
 from dormouse.core.names import base_of
@@ -36,10 +40,6 @@ from dormouse.router.admin.vault import Vault
 from dormouse.router.admin.versions import KeptVersions
 from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.watch import Sampler
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.calls import FunctionCalls
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.policy import RequestPolicy
 from dormouse.core.due_timer import DueTimer
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.policy import RequestPolicy
 
 TICK_S: Final = 0.01
 """Ticks are no closer: each request has time limits, and thousands of them pass each second after their requests."""

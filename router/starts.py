@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec import structs
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.masking import SecretMask
 from dormouse.core.times import utc
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.snapshots import Snapshots
 from dormouse.router.admin.vault import Vault, variables_file
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.logpipe import LogPipe

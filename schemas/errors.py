@@ -12,7 +12,7 @@
        └─ Unsafe            it could be used, by others than it is meant for
 
 A failed call is not an exception but a value, ``messages.Failure``: it crosses processes with a stable code, and a
-user's exception with it as its type's name and text, never as an object. router/decisions/failures.py
+user's exception with it as its type's name and text, never as an object. core/decisions/requests/failures.py
 words those of the node.
 """
 

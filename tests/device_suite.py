@@ -12,10 +12,10 @@ import pytest
 import torch
 from pool_costs import place
 
-from dormouse.core.memory.pools.protocol import PoolChange
+from dormouse.core.decisions.memory.pools.protocol import PoolChange
+from dormouse.core.decisions.memory.transfer import POOL, Copy, Kind, slab
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.protocol import Device
-from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 MIB: Final = 1 << 20
 SLAB_NBYTES: Final = 12 * MIB

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.evidence import Evidence
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
@@ -18,8 +20,6 @@ from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

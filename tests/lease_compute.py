@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 from lease_memory import UNIT, Board, Coming, Memory, Stage, size
 
-from dormouse.core.memory.pools.protocol import Pool, PoolChange
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import FrameHeader, follows
+from dormouse.core.decisions.leases.wake import Sources
+from dormouse.core.decisions.memory.pools.protocol import Pool, PoolChange
 from dormouse.gpuserver.executor import orders
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import FrameHeader, follows
-from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from dormouse.core.memory.pools.pages import Pages
-from dormouse.core.memory.pools.protocol import Move, Pool, PoolChange, Span
-from dormouse.core.memory.pools.regions import Regions
-from dormouse.gpuserver.lease import effects as o
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.memory.pools.pages import Pages
+from dormouse.core.decisions.memory.pools.protocol import Move, Pool, PoolChange, Span
+from dormouse.core.decisions.memory.pools.regions import Regions
 
 UNIT: Final = 512  # what pools round to
 SEGMENTS: Final = 6  # that models share

@@ -12,12 +12,12 @@ from lease_compute import SECRET, Compute, Listening, Tenant
 from lease_memory import POOLS, WRONG, Board, Coming, Ledger, Memory, Stage
 from lease_store import Store
 
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import FrameHeader, read_header
-from dormouse.gpuserver.lease.held import LeaseState
-from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.wake import Sources
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import FrameHeader, read_header
+from dormouse.core.decisions.leases.held import LeaseState
+from dormouse.core.decisions.leases.machine import Machine
+from dormouse.core.decisions.leases.wake import Sources
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from dormouse.core.memory.pools.pages import Pages
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease import reclaim, turns
-from dormouse.gpuserver.lease.machine import Machine
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases import reclaim, turns
+from dormouse.core.decisions.leases.machine import Machine
+from dormouse.core.decisions.memory.pools.pages import Pages
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20

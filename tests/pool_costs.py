@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Container, Sequence
 
-from dormouse.core.memory.pools.protocol import Cost, Pool, PoolChange
+from dormouse.core.decisions.memory.pools.protocol import Cost, Pool, PoolChange
 
 
 class Costs:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import InstanceState, RouterState
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.state import InstanceState, RouterState
 from dormouse.schemas import messages as m
 
 EXTRA_IDLE_MS = 10_000

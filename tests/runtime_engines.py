@@ -4,10 +4,10 @@ import torch
 from language_models import spec_of
 from transformers import PreTrainedModel
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 

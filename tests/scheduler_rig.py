@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import inf
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import DEFAULT, Policy
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
 from dormouse.controller.simulator.streams.serving import Streams
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import Policy
 
 MB = 1_000_000

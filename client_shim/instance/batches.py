@@ -1,7 +1,7 @@
 """Requests of one instance in batches: ``handle_batch(state, requests)``, under one lease for each batch.
 
 Requests come as they come and wait here. A GPU is asked for as soon as there is one. When the batch begins, and how
-many of them are in it, the scheduler decides (controller/scheduling/gathering.py) and says with the lease.
+many of them are in it, the scheduler decides (core/decisions/scheduling/gathering.py) and says with the lease.
 
 Each request keeps its own error: one whose body is wrong is in no batch; an exception among the results is one
 request's; and if a whole batch fails, each of its requests is tried alone.

@@ -75,6 +75,7 @@ def record_by_cpp() -> None:
     """Once it is built; until then, and without a compiler, Python records."""
     if cpp.module is None and (module := RECORDER.load()) is not None:
         use(module)
+        torch_private.swap_on_module_conversion(False)  # these are PyTorch's own tensors: `.data =` does
         tensor_methods.install_on_tensors()
         torch_dispatcher.watch_operations(patch, module.cover)
         _test(torch.Tensor)

@@ -12,7 +12,7 @@ import torch
 from torch import overrides
 
 from dormouse.client_shim import torch_dispatcher, torch_private
-from dormouse.client_shim.commands.handles import adopt, meta_of, storage_of
+from dormouse.client_shim.commands.handles import adopt, cpp, meta_of, storage_of
 from dormouse.client_shim.patches import patch, raising
 from dormouse.client_shim.torch_face import at_call, device_numbers, pinning, storages, synchronizing  # noqa: F401  # at_call: its handlers
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote, wrap
@@ -154,7 +154,9 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
 
 
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    if is_remote(self) and is_remote(value):
+    if cpp.module is not None:
+        torch_private.set_tensor_data(self, value)
+    elif is_remote(self) and is_remote(value):
         torch_private.set_tensor_data(self, value)
         adopt(self, storage_of(value), meta_of(value))
     elif is_remote(self) or is_remote(value):

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.simulator.devices import ModelSpec
+from dormouse.core.decisions.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy, checked
 

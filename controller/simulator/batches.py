@@ -1,5 +1,5 @@
 """Requests of simulated functions that come in batches, between their arrival and the scheduling core: pure. It has the
-place of the router and of the functions' instances (router/decisions/queueing.py), and says what those say: one wish of
+place of the router and of the functions' instances (queueing.py), and says what those say: one wish of
 each instance for a lease for all that wait there, and again which those are when one more has come. When a batch
 begins, and how many are in it, the core decides.
 
@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import ASKS, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.front import Ask
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.replicas import mean, queue_is_late
 
 TOLD: Final = 2

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.adapters import read_adapter
@@ -20,6 +19,7 @@ from dormouse.controller.simulator.tree import (
     Time,
     Tree,
 )
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.errors import ConfigError
 
 

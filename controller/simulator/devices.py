@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.links import SimulatedLink
 from dormouse.controller.simulator.streams.model import LlmSpec
+from dormouse.core.decisions.scheduling.topology import Topology
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,6 @@ import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.agenda import (
     BACK,
     BEGIN,
@@ -43,6 +40,9 @@ from dormouse.controller.simulator.instances import SimulatedInstances, instance
 from dormouse.controller.simulator.streams.adapters import group_spec, runtime_groups
 from dormouse.controller.simulator.streams.serving import Serving, Streams
 from dormouse.core.batching import BatchRule
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.replicas import most_instances
 from dormouse.schemas.policy import Policy
 

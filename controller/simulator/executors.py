@@ -7,9 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, PRELOADED, PRESSED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import ModelSpec, Wires
@@ -20,7 +17,10 @@ from dormouse.controller.simulator.preloads import Preloads, SimulatedPreload
 from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.controller.simulator.turns import Turns
-from dormouse.core.memory.quotas import MemoryQuotas, held, missing
+from dormouse.core.decisions.memory.quotas import MemoryQuotas, held, missing
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done
 from dormouse.schemas.policy import Policy
 

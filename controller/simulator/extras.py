@@ -1,5 +1,5 @@
 """Instances of simulated functions that come and go while requests do: pure. It has the place of
-router/decisions/replicas.py, where the rules are told, and decides by the same code (core/replicas.py). Only functions
+decisions/requests/replicas.py, where the rules are told, and decides by the same code (core/replicas.py). Only those
 with batches and language models have such instances; those of others are all there from the beginning (instances.py).
 
     starts ──load_s──► serves ──EXTRA_IDLE_S without a request──► ends
@@ -11,12 +11,12 @@ which bytes of that are on which GPU, and that it is gone.
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import LOADED, SPARE, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.executors import Executors
 from dormouse.core.config import LimitsSection
-from dormouse.core.memory.models import KnownModels
+from dormouse.core.decisions.memory.models import KnownModels
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.replicas import has_room
 
 LIMITS: Final = LimitsSection()

@@ -1,4 +1,4 @@
-"""A simulated GPU: the memory that an executor would have of it (core/memory/), and the leases there. Pure."""
+"""A simulated GPU: the memory that an executor would have of it (decisions/memory/), and the leases there. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -8,12 +8,12 @@ from typing import Final
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.model import LlmSpec
-from dormouse.core.memory.models import KnownModels, ModelLayout
-from dormouse.core.memory.pools.ideal import Ideal
-from dormouse.core.memory.pools.protocol import Pool
-from dormouse.core.memory.pools.regions import Regions
-from dormouse.core.memory.residency import Residency
-from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
+from dormouse.core.decisions.memory.models import KnownModels, ModelLayout
+from dormouse.core.decisions.memory.pools.ideal import Ideal
+from dormouse.core.decisions.memory.pools.protocol import Pool
+from dormouse.core.decisions.memory.pools.regions import Regions
+from dormouse.core.decisions.memory.residency import Residency
+from dormouse.core.decisions.memory.wake_plan import ModelTooLarge, WakePlan
 from dormouse.core.pace import SHARED_S
 from dormouse.schemas.messages import PoolStats
 

@@ -1,5 +1,5 @@
 """Which instance of its function a simulated request takes, where a function may have several: one that has no request,
-the first ones first; else the first. Pure. It has the place of router/decisions/replicas.py and is simpler: all
+the first ones first; else the first. Pure. It has the place of core/decisions/requests/replicas.py and is simpler: all
 instances are there from the beginning, and a request does not change from one to another. Those of functions with
 batches and of language models come and go (extras.py).
 """

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.links import SimulatedCopy
-from dormouse.core.memory.residency import Residency
+from dormouse.core.decisions.memory.residency import Residency
+from dormouse.core.decisions.scheduling import events as ev
 
 if TYPE_CHECKING:
     from dormouse.controller.simulator.streams.runtime import SimulatedRuntime

@@ -1,4 +1,4 @@
-"""Models that simulated GPUs are given before anybody asks, as gpuserver/lease/preloads.py does it. Pure.
+"""Models that simulated GPUs are given before anybody asks, as core/decisions/leases/preloads.py does it. Pure.
 
 One comes to a GPU at a time, in the order of its segments, from a GPU that has all that is missing, or from the host.
 It is given up for whatever else is to be done there: what has arrived stays. The runtime of a language model is there
@@ -8,14 +8,14 @@ when it would have been for a lease, if none comes before.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.agenda import PRELOADED, RUNTIME, Agenda
 from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.links import Links, SimulatedCopy
-from dormouse.core.memory.bringing import bring, owner_of
-from dormouse.core.memory.residency import Residency
+from dormouse.core.decisions.memory.bringing import bring, owner_of
+from dormouse.core.decisions.memory.residency import Residency
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 
 
 class SimulatedPreload:

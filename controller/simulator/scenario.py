@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import msgspec
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
 from dormouse.controller.simulator.building import (
     read_arrivals,
@@ -25,6 +24,7 @@ from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.adapters import check_groups, read_bases
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
 from dormouse.core import nottoml
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy
 

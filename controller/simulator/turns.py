@@ -11,10 +11,10 @@ seat when others need the room (gpu.py).
 from collections import deque
 from collections.abc import Callable
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import COMPUTED, IDLE, RESTED, THROUGH, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease, SimulatedSeat, Tally, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.core.decisions.scheduling import events as ev
 
 
 class Turns:

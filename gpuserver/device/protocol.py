@@ -12,9 +12,9 @@ from typing import Final, NamedTuple, Protocol, cast
 
 import torch
 
-from dormouse.core.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.transfer import Copy, Kind
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.transfer import Copy, Kind
 from dormouse.schemas.errors import DormouseError
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 

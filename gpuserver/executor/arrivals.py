@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from dormouse.core.decisions.leases.wake import Shown, Sources
 from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.gpuserver.device.protocol import CopyJob, Device, DeviceEvent
-from dormouse.gpuserver.lease.wake import Shown, Sources
 from dormouse.schemas import messages as m
 
 ISSUE_S: Final = 120.0

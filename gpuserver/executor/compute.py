@@ -1,4 +1,4 @@
-"""The compute thread of an executor: carries out what leases order (lease/machine.py) on the device.
+"""The compute thread of an executor: carries out what leases order (leases/machine.py) on the device.
 
 `Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. While it has nothing
 else to do it hears the frames of the lease with the turn itself, on a connection that it was lent: a handover between
@@ -16,10 +16,14 @@ from typing import Any, Final, TypeVar, assert_never
 import msgpack
 import torch
 
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import follows
+from dormouse.core.decisions.memory import transfer
+from dormouse.core.decisions.memory.pools.protocol import PoolChange
+from dormouse.core.decisions.memory.transfer import Copy
 from dormouse.core.evidence import Evidence
 from dormouse.core.links.loan import Loan
-from dormouse.core.memory.pools.protocol import PoolChange
-from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import FindFastPath, ProtocolViolation
 from dormouse.gpuserver.commands.running import RELIEFS
 from dormouse.gpuserver.commands.storages import StorageFailure
@@ -27,10 +31,6 @@ from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.executor.instance import ExecutorInstance, InstanceDevice
 from dormouse.gpuserver.executor.leased import FrameOutcome, Leased, brought_ahead
 from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import follows
-from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
 from dormouse.schemas.messages import Place
 

@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands.interpreter import FindFastPath, Interpreter, InterpreterDevice
 from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.gpuserver.device.protocol import Capture, Device
 from dormouse.gpuserver.executor.arrivals import Board
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 
 
@@ -81,7 +81,7 @@ class ExecutorInstance:
         may_write: Callable[[int], int | None],
     ) -> None:
         """Bring the whole manifest, whose segments are at ``places``, within the interpreter's reach; first use of what
-        is on its way waits for it. ``may_write``: see `MayWrite` of lease/events.py.
+        is on its way waits for it. ``may_write``: see `MayWrite` of leases/events.py.
         """
         self.board = board
         gone = self._own | self.interpreter.table.freed_persistent.keys()

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.gpuserver.executor.instance import ExecutorInstance
 from dormouse.gpuserver.executor.orders import Posted
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
 
 
 class FrameOutcome(NamedTuple):

@@ -10,15 +10,15 @@ from typing import Any
 
 from dormouse.core import tenants
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import read_header
+from dormouse.core.decisions.leases.machine import Machine
+from dormouse.core.decisions.memory.transfer import Kind
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.lending import Lending
 from dormouse.gpuserver.executor.orders import Attach, Orders, Posted, Repaid, Serve
 from dormouse.gpuserver.executor.wakes import BeginWake, Recipients, StopWake, WakeOver, Wakes
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import read_header
-from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dormouse.core.memory.residency import Residency
+from dormouse.core.decisions.memory.residency import Residency
 from dormouse.schemas import messages as m
 
 

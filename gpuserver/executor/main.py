@@ -1,7 +1,7 @@
 """An executor: owns one GPU. This module is its I/O half, the actor; compute.py is the half that computes.
 
 The loop's thread has the sockets and no torch; one compute thread has torch, and on loan the connection of the instance
-whose lease it serves. What leases decide (lease/machine.py) is decided here, on the loop's thread, and goes to the
+whose lease it serves. What leases decide (leases/machine.py) is decided here, on the loop's thread, and goes to the
 compute thread as orders; what came of them comes back as events. Answers that name slabs wait for the slabs, which
 arrive over another socket. Neither half waits for the other but where a command needs room, or the right to write: then
 the compute thread asks.
@@ -25,6 +25,7 @@ from msgspec import structs
 
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.evidence import Evidence
 from dormouse.core.links.ends import STRANGER_RATE_S
@@ -43,7 +44,6 @@ from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders, Posted
 from dormouse.gpuserver.executor.peers import PeerLinks
 from dormouse.gpuserver.executor.runtimes import UID_STEP, UIDS, Runtimes
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import DormouseError, PeerLost, RemoteProtocolError

@@ -10,12 +10,12 @@ from queue import SimpleQueue
 
 from msgspec import Struct
 
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import FrameHeader
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import FrameHeader
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.links.fds import MAX_FDS
 from dormouse.core.paths import RunPaths
 from dormouse.gpuserver import inboxes
@@ -20,7 +21,6 @@ from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.inboxes import InboxPoster
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 
 ANSWER_S: Final = 1.0

@@ -1,8 +1,8 @@
 """The runtimes of one GPU: what they say goes to the leases, and what they and their instances say to each other passes
 through here unread.
 
-On the executor's thread. A runtime serves the instances of one group (lease/runtimes.py), or one instance, until all of
-them are gone, and never others. How its process begins and ends is in runtime_processes.py.
+On the executor's thread. A runtime serves the instances of one group (leases/runtimes.py), or one instance, until all
+of them are gone, and never others. How its process begins and ends is in runtime_processes.py.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import msgspec
 
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.links.fds import MAX_FDS, MAX_PACKET_NBYTES, close_all
 from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.executor.ahead import AheadOfLease
 from dormouse.gpuserver.executor.runtime_handle import Runtime, RuntimeHost
 from dormouse.gpuserver.executor.runtime_processes import NOW, RuntimeProcesses
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol, assert_never
 
 from msgspec import Struct
 
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases import wake as w
 from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceEvent
 from dormouse.gpuserver.executor.arrivals import Board
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease import wake as w
 from dormouse.schemas import messages as m
 
 

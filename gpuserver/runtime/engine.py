@@ -10,12 +10,12 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from dormouse.core.decisions.batches.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_TOKENS, Batch, Part, Sequence
+from dormouse.core.decisions.batches.blocks import Blocks
 from dormouse.core.pace import Pace
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_TOKENS, Batch, Part, Sequence
-from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.models import DTYPES

@@ -6,10 +6,10 @@ Before an extent goes back it is unmapped: the next moment it may be anybody's.
 import time
 from typing import Final
 
+from dormouse.core.decisions.batches.recompute import RecomputeCost
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.mapping import PoolMapping
-from dormouse.gpuserver.runtime.recompute import RecomputeCost
 from dormouse.schemas import messages as m
 
 EXTENT_NBYTES: Final = 2 << 20

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
 from dormouse.gpuserver.runtime.packing import Pack, packed
 from dormouse.gpuserver.runtime.tables import StepPart

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
 from dormouse.gpuserver.runtime.tables import StepTables
 

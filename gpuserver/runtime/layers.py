@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import kernels, leaves, recognition
 from dormouse.gpuserver.runtime.adapted import Places
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.protocol import Rotates, Scores
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.groups import by_group, concerned
 
 GATED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma2")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import kernels, recognition
 from dormouse.gpuserver.runtime.adapted import Places
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.groups import by_group, concerned, rows_of
 from dormouse.gpuserver.runtime.low_rank import table_of
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import structs
 
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Made
 from dormouse.gpuserver.runtime.progress import SequenceBegun
 from dormouse.gpuserver.runtime.submissions import Submissions

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from dormouse.core.decisions.batches.batch import STEP_TOKENS, Sequence
+from dormouse.core.decisions.batches.deadlines import Deadlines
 from dormouse.core.step_times import StepTimer, news
-from dormouse.gpuserver.runtime.batch import STEP_TOKENS, Sequence
-from dormouse.gpuserver.runtime.deadlines import Deadlines
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
 

@@ -8,10 +8,10 @@ import math
 import time
 
 from dormouse.core.batching import BatchRule
-from dormouse.gpuserver.runtime.deadlines import Deadlines
+from dormouse.core.decisions.batches.deadlines import Deadlines
+from dormouse.core.decisions.batches.gathering import Gathering
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
-from dormouse.gpuserver.runtime.gathering import Gathering
 from dormouse.gpuserver.runtime.members import Member, Members
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask

@@ -5,9 +5,9 @@ lies. Members share it; each may have an adapter of its own.
 from torch import nn
 from transformers import PreTrainedModel
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.extents import KvExtents
 from dormouse.gpuserver.runtime.mapping import PoolMapping

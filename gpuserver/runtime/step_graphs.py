@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import nn
 
+from dormouse.core.decisions.batches.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.device.cuda.capture import CudaCapture
-from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, STEP_SEQUENCES
 from dormouse.gpuserver.runtime.forward import Forward, StepInputs
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, pieces_of
 from dormouse.gpuserver.runtime.packing import FREE, FixedColumns

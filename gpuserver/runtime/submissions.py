@@ -1,6 +1,6 @@
 """Puts together and checks the sequences that an instance asks its runtime for."""
 
-from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.core.decisions.batches.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Generation
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.schemas import messages as m

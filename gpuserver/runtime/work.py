@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dormouse.gpuserver.runtime.batch import Part, Sequence
+from dormouse.core.decisions.batches.batch import Part, Sequence
 from dormouse.schemas import messages as m
 
 

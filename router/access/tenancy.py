@@ -6,8 +6,8 @@ Only one thing cannot be hidden: that a name is taken, because all functions of 
 from collections.abc import Container
 from typing import Any
 
+from dormouse.core.decisions.requests.state import OpenDeploy, RouterState
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.schemas.messages import Failure, FunctionSpec
 
 

@@ -16,6 +16,8 @@ import orjson
 
 from dormouse.core import exposure, tenants
 from dormouse.core.audit import Audit
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures, queueing
 from dormouse.core.errortext import gist
 from dormouse.core.keys import KeyFile, shown
 from dormouse.core.names import base_of
@@ -33,8 +35,6 @@ from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.logtails import LogTails
 from dormouse.router.admin.permits import Permits
 from dormouse.router.admin.vault import Vault
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures, queueing
 from dormouse.router.front import openapi
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Requests

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas import messages as m
 

@@ -10,6 +10,9 @@ from typing import Any, Final
 from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures
+from dormouse.core.decisions.requests.state import MOST_OPEN
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.names import NAME, base_of
 from dormouse.core.quantities import size, sizes
@@ -20,9 +23,6 @@ from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.snapshots import Upload, disk_full
 from dormouse.router.admin.traffic import Sharing
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
-from dormouse.router.decisions.state import MOST_OPEN
 from dormouse.router.front import openapi
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a

@@ -14,6 +14,9 @@ from msgspec import structs
 
 from dormouse.core import notjson, tenants
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import splits
+from dormouse.core.decisions.requests.policy import RequestPolicy
 from dormouse.core.modelfolder import ADAPTER
 from dormouse.core.names import base_of
 from dormouse.core.quantities import duration
@@ -28,9 +31,6 @@ from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.permits import Permits
 from dormouse.router.admin.traffic import Sharing
 from dormouse.router.admin.vault import Vault
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import splits
-from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Requests
 from dormouse.router.instances.functionlog import FunctionLogs

@@ -18,13 +18,13 @@ from typing import Any, Final, Protocol
 from blake3 import blake3
 
 from dormouse.core.config import parse_nbytes
+from dormouse.core.decisions.requests import failures
 from dormouse.core.directories import remove_tree
 from dormouse.core.requirements import MOST_NBYTES, MOST_PROJECT_NBYTES, RequirementsRefused, checked, of_project
 from dormouse.router.admin import environmentbuild
 from dormouse.router.admin.environmentbook import EnvironmentBook, EnvironmentBuild, EnvironmentRecord
 from dormouse.router.admin.environmentbuild import Builder, disk_full
 from dormouse.router.admin.environmentfiles import TEXT_NBYTES, BuiltTree, EnvironmentFiles
-from dormouse.router.decisions import failures
 from dormouse.router.front.exchange import HttpError, refuse
 
 PARTS: Final = 4

@@ -5,12 +5,12 @@ from itertools import count
 
 import orjson
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import queueing, splits
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.permits import Permits
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import queueing, splits
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.exchange import HttpError, refused
 from dormouse.router.front.requests import Labels, Requests

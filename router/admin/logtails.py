@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from dormouse.core.decisions.requests import queueing
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.logrecords import unmarked
 from dormouse.core.names import NAME, base_of
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.permits import Permits
-from dormouse.router.decisions import queueing
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.schemas import admin as a

@@ -9,15 +9,15 @@ from msgspec.structs import asdict
 
 from dormouse.core import procfs
 from dormouse.core.config import NodeConfig, TenantSection
+from dormouse.core.decisions.requests import splits
+from dormouse.core.decisions.requests.lives import longest_load_s, without_instance
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.replicas import limit
+from dormouse.core.decisions.requests.state import Instance, InstanceState, RouterState, ServedFunction, most_open
 from dormouse.core.errortext import gist
 from dormouse.core.names import base_of
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
-from dormouse.router.decisions import splits
-from dormouse.router.decisions.lives import longest_load_s, without_instance
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.replicas import limit
-from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction, most_open
 from dormouse.router.front import openapi
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats

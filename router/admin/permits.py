@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dormouse.core.audit import Audit
+from dormouse.core.decisions.requests import failures, queueing
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.router.access import access, tenancy
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions import failures, queueing
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError, refused
 from dormouse.router.front.requests import Requests
 from dormouse.schemas import admin as a

@@ -11,13 +11,13 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.problems import BROKEN, failing
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats, TokenStats

@@ -1,6 +1,6 @@
 """Two versions of a function side by side: has the second one served, gives it its share, and ends it.
 
-What shares come to, and which version a request is for, router/decisions/splits.py decides.
+What shares come to, and which version a request is for, core/decisions/requests/splits.py decides.
 """
 
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from typing import Any
 
 from msgspec import structs
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures, queueing, splits
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
 from dormouse.core.names import base_of, beside
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import options
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.history import History
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures, queueing, splits
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError

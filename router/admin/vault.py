@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import orjson
 
+from dormouse.core.decisions.requests.state import OpenDeploy, RouterState
 from dormouse.core.secretfile import SecretFile, unknown
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.filechanges import FileChanges, told
-from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.router.front.exchange import refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError

@@ -5,11 +5,11 @@ back to, and removed once no instance has it either. What a build or a deploy on
 import time
 from collections.abc import Callable, Iterable
 
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.names import base_of
 from dormouse.router.admin.environments import Environments
 from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
-from dormouse.router.decisions.state import RouterState
 from dormouse.schemas.messages import FunctionSpec
 
 

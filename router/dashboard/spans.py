@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.recent import Past
 
 MOST: Final = 256

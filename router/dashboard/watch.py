@@ -14,12 +14,12 @@ from typing import Any, Final, Protocol
 
 import orjson
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.state import Phase, Request, RouterState
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.dashboard.rows import NodeView, difference, view
 from dormouse.router.dashboard.spans import BEFORE_S, GpuSpan, Spans, before
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.state import Phase, Request, RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.schemas import messages as m

@@ -8,7 +8,7 @@ import math
 from contextlib import aclosing
 from typing import Final
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front import openinference
 from dormouse.router.front.exchange import JSON, STREAM_HEADERS, Exchange, error_answer, foreign, own_head
 from dormouse.router.front.requests import Answered

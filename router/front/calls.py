@@ -1,6 +1,6 @@
 """Carries functions' calls out as requests, and brings their answers, as HTTP would say them, back to who calls.
 
-Whether a call may be, and until when, is decided in router/decisions/calls.py.
+Whether a call may be, and until when, is decided in core/decisions/requests/calls.py.
 """
 
 import time
@@ -9,9 +9,9 @@ from contextlib import aclosing
 from itertools import count
 from typing import Any, Protocol
 
-from dormouse.router.decisions import circles, failures, queueing, splits
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.state import RouterState
+from dormouse.core.decisions.requests import circles, failures, queueing, splits
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.router.front import tracing
 from dormouse.router.front.bodies import TYPE_NBYTES
 from dormouse.router.front.exchange import JSON, HttpError, error_answer, own_head, receiving, refused

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.streams import Outcome
 from dormouse.schemas import messages as m
 

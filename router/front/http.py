@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.requests import failures, queueing, splits
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.state import most_open
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered, HttpGate, Turned
-from dormouse.router.decisions import failures, queueing, splits
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import most_open
 from dormouse.router.front import answers, openai, openapi, openinference, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle

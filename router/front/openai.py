@@ -8,10 +8,10 @@ from typing import Any, Final
 import msgspec
 
 from dormouse.core import notjson
+from dormouse.core.decisions.requests import splits
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions import splits
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.messages import Failure
 

@@ -11,12 +11,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import orjson
 
+from dormouse.core.decisions.requests import failures, queueing, splits
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
 from dormouse.core.names import base_of
 from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions import failures, queueing, splits
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.llm import DefaultSampling
 

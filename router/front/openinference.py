@@ -11,13 +11,13 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dormouse.core.decisions.requests import failures, queueing, splits
+from dormouse.core.decisions.requests.state import RouterState, ServedFunction
 from dormouse.core.names import base_of
 from dormouse.core.version import package_version
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.access.doorkeeper import Pairs
-from dormouse.router.decisions import failures, queueing, splits
-from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front import openapi
 from dormouse.router.front.exchange import JSON, Exchange, HttpError, refuse, too_large
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats

@@ -6,7 +6,7 @@ from collections import deque
 from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple
 
-from dormouse.router.decisions.events import Timing
+from dormouse.core.decisions.requests.events import Timing
 
 Kind = Literal["", "slow", "failed", "cold"]
 _Kept = Kind | Literal["turned"]

@@ -1,6 +1,6 @@
 """Clients' requests: the body and the answer-to-be of each, from its arrival until its one fate, and numbers of them.
 
-What becomes of a request is decided in router/decisions/policy.py.
+What becomes of a request is decided in core/decisions/requests/policy.py.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from itertools import count
 from typing import Any, Final
 
 from dormouse.core.config import LimitsSection, parse_nbytes
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.errortext import gist
 from dormouse.router.access.access import Caller, Refusal
 from dormouse.router.access.limits import TenantLimits
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining

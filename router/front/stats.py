@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from dormouse.router.decisions.events import Timing
-from dormouse.router.decisions.failures import CLIENTS
+from dormouse.core.decisions.requests.events import Timing
+from dormouse.core.decisions.requests.failures import CLIENTS
 from dormouse.router.front.lately import Lately
 from dormouse.router.front.minutes import Minutes
 from dormouse.router.front.recent import LastRequests

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DONE
 

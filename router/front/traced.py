@@ -1,6 +1,6 @@
 """What is exported of a request that is over: pure."""
 
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.stats import parts
 from dormouse.router.front.streams import Outcome
 from dormouse.router.front.tracing import Trace

@@ -1,7 +1,7 @@
 """What belongs to one instance outside its own process: directory, arena, endpoint, log pipe, uid; and who is told of
 them.
 
-Makes, announces and removes. When an instance starts or ends is decided in router/decisions/policy.py.
+Makes, announces and removes. When an instance starts or ends is decided in core/decisions/requests/policy.py.
 """
 
 import asyncio
@@ -19,6 +19,9 @@ from msgspec import structs
 
 from dormouse.core import answerhead
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.requests.failures import REFUSED
+from dormouse.core.decisions.requests.runtimes import runtime_group
+from dormouse.core.decisions.requests.state import SESSION_TENANT, most_open
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.ends import STRANGER_RATE_S
 from dormouse.core.links.link import Link
@@ -28,9 +31,6 @@ from dormouse.core.poster import Poster
 from dormouse.core.rate import Bucket, SharedBuckets
 from dormouse.core.shm import SharedMemory
 from dormouse.core.times import utc
-from dormouse.router.decisions.failures import REFUSED
-from dormouse.router.decisions.runtimes import runtime_group
-from dormouse.router.decisions.state import SESSION_TENANT, most_open
 from dormouse.router.instances.logpipe import LogPipe
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures
 from dormouse.core.links.fds import close_all
 from dormouse.core.paths import RunPaths
 from dormouse.core.quantities import signal_name
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.schemas import messages as m

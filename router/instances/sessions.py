@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from dormouse.core import procfs
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.state import SESSION_TENANT
 from dormouse.core.links.fds import Listener, PacketSocket, close_all
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import SESSION_TENANT
 from dormouse.router.instances.instances import Instances
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from dormouse.core.config import SandboxSection
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.quantities import signal_name
 from dormouse.core.sandbox.world import ZYGOTE
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures
 from dormouse.router.instances.instances import Instances
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost

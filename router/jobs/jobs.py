@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import NamedTuple
 
-from dormouse.router.decisions import failures, splits
+from dormouse.core.decisions.requests import failures, splits
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Labels

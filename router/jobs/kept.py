@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, Protocol
 
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.requests import failures
+from dormouse.core.decisions.requests.state import Phase, RouterState
 from dormouse.core.paths import StatePaths
 from dormouse.router.access.access import Caller
-from dormouse.router.decisions import failures
-from dormouse.router.decisions.state import Phase, RouterState
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Labels, Requests

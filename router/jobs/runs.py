@@ -9,10 +9,10 @@ from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from dormouse.core.config import parse_nbytes
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import failures, splits
+from dormouse.core.decisions.requests.state import InstanceState, Phase, ServedFunction, most_open
 from dormouse.core.due_timer import DueTimer
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures, splits
-from dormouse.router.decisions.state import InstanceState, Phase, ServedFunction, most_open
 from dormouse.router.front.answers import told
 from dormouse.router.front.bodies import Body, NoRoom
 from dormouse.router.front.exchange import JSON, foreign, own_head

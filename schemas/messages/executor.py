@@ -24,7 +24,7 @@ class Place(Message, frozen=True, kw_only=True):
 class Wake(Message, frozen=True, kw_only=True, tag=1):
     """Begin a lease: bind manifest ``version``, copy what is missing, evict what is worth least if room is needed.
 
-    ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/scheduling/keeping.py); one
+    ``worth`` is, by instance, what keeping a byte of its model here is worth (decisions/scheduling/keeping.py); one
     that is not named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2).
     ``peers`` are GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took
     at most so far: the executor leaves that much free if it can. ``over`` as in Over. ``joins``: of a language model.
@@ -80,7 +80,7 @@ class Retire(Message, frozen=True, kw_only=True, tag=7):
 
 class Preload(Message, frozen=True, kw_only=True, tag=8):
     """Bring a model that nobody has asked for yet, beside what is worth more. ``worth`` is of what this GPU has and of
-    this instance, by the waits that it saves (controller/scheduling/holding.py); ``peers`` as in Wake. It is given up
+    this instance, by the waits that it saves (decisions/scheduling/holding.py); ``peers`` as in Wake. It is given up
     for the first thing that is to be done here. Answered with one Preloaded. The runtime of a language model is opened.
     """
 

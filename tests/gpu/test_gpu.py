@@ -14,9 +14,9 @@ from device_suite import MIB, SUITE, carry_out, tensor, with_slab
 from gpu_marks import FAKE, NEEDS_GPU
 from pool_costs import place
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.transfer import Copy, slab
 from dormouse.gpuserver.device.protocol import Device
-from dormouse.gpuserver.transfer import Copy, slab
 
 pytestmark = NEEDS_GPU
 
@@ -26,7 +26,7 @@ READER = """
 import sys
 from device_suite import MIB, content
 from dormouse.gpuserver.device.cuda.device import CudaDevice
-from dormouse.gpuserver.transfer import Copy, peer
+from dormouse.core.decisions.memory.transfer import Copy, peer
 import os, socket
 sock = socket.socket(fileno=int(sys.argv[1]))
 nbytes = int(sys.argv[2])

@@ -14,10 +14,10 @@ if not triton_here.HERE:
 
 from attention_world import DEVICE, World, agree
 
+from dormouse.core.decisions.batches.batch import Sequence
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
-from dormouse.gpuserver.runtime.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 

@@ -12,7 +12,7 @@ import torch
 from device_suite import MIB, content
 from gpu_marks import FAKE, NEEDS_GPU
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
 
 pytestmark = NEEDS_GPU
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import needs
 import pytest
 
-from dormouse.gpuserver.lease.gate import LATE_FRAMES
+from dormouse.core.decisions.leases.gate import LATE_FRAMES
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -14,12 +14,12 @@ from llm_node import CONFIG, ask, connected, deploy, expected, runtimes
 
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import Policy
 

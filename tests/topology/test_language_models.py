@@ -37,9 +37,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from dormouse.core import procfs
+from dormouse.core.decisions.leases.reclaim import REST_S
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
-from dormouse.gpuserver.lease.reclaim import REST_S
 
 __all__ = ["client", "model"]
 

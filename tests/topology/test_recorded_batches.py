@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import Policy
 

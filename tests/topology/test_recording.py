@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import asdict
 
 from dormouse.controller.recording import Recording
-from dormouse.controller.scheduling import events as ev
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 

@@ -4,9 +4,9 @@ from typing import Final
 
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats, StepTimes
 from dormouse.schemas.policy import Policy
 

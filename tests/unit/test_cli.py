@@ -23,11 +23,12 @@ import click
 import pytest
 
 from dormouse.controller.catalogue import CatalogueFile
-from dormouse.controller.scheduling.events import Asked, ExecutorUp, FunctionKnown
-from dormouse.controller.scheduling.functions import LastEviction
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection, TenantSection
+from dormouse.core.decisions.requests.events import Timing
+from dormouse.core.decisions.scheduling.events import Asked, ExecutorUp, FunctionKnown
+from dormouse.core.decisions.scheduling.functions import LastEviction
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.logrecords import mark
 from dormouse.core.node import adminclient, cli, cli_completion, cli_deploy, cli_dev, cli_frame, doctor, nodeprocess
@@ -40,7 +41,6 @@ from dormouse.core.quantities import size
 from dormouse.core.startup import keep_node_config
 from dormouse.core.terminal import harmless_streams
 from dormouse.core.times import utc
-from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ProcessFailed

@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from dormouse.controller.news import News
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.status import NO_STORE, fragmentation, status
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas import messages as m
 
 STATS = m.PoolStats(

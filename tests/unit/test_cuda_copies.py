@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.gpuserver.transfer import Kind
+from dormouse.core.decisions.memory.transfer import Kind
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings.driver: make setup")
 from dormouse.gpuserver.device.cuda.copies import ASSUMED_NBYTES_S, LinkRates  # needs the bindings

@@ -19,7 +19,8 @@ from device_suite import MIB, SLAB_NBYTES, content, pattern, room, tensor, with_
 from fake_cuda.harness import Control
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.transfer import POOL, Copy, Kind, slab
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import copies, driver, host, torch_adapter
 from dormouse.gpuserver.device.cuda.budget import CONTEXT_NBYTES, context_nbytes
@@ -27,7 +28,6 @@ from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.cuda.memory import CudaGranules
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
-from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 __all__ = ["cuda_server"]
 

@@ -20,11 +20,11 @@ from engine_suite import MIB, TOTALS, cases, engine_tests
 from engine_world import AskPeer, LeavePeer, Reply
 from fake_cuda.harness import Control
 
+from dormouse.core.decisions.memory.transfer import Kind
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
-from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

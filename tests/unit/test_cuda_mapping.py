@@ -13,15 +13,15 @@ from cuda_child import cuda_server, in_child, in_children
 from device_suite import MIB, content
 from fake_cuda.harness import Control, ok
 
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.memory.pools.protocol import Mapping
 from dormouse.core.evidence import Evidence
-from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.orders import Orders
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping, kernel_cache
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError

@@ -10,11 +10,11 @@ from cuda_child import cuda_server, in_child, in_children
 from device_suite import MIB, content, pattern, tensor
 from fake_cuda.harness import Control
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.transfer import Copy, Kind, peer
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.protocol import DeviceError
-from dormouse.gpuserver.transfer import Copy, Kind, peer
 
 __all__ = ["cuda_server"]
 

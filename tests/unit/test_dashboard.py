@@ -12,6 +12,8 @@ import orjson
 import pytest
 from router_rig import loaded, one, spec
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.problems import problems
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import ANYBODY, Caller
@@ -20,8 +22,6 @@ from dormouse.router.dashboard.pages import PageFiles
 from dormouse.router.dashboard.rows import MOST_PROBLEMS, TEXT, NodeView, difference, view
 from dormouse.router.dashboard.spans import MOST, GpuSpan, Spans, before
 from dormouse.router.dashboard.watch import OF_ONE, OF_TENANTS, Sampler, Watcher
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.recent import Past
 from dormouse.schemas import messages as m

@@ -3,9 +3,9 @@
 import pytest
 from msgspec import structs
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.service import deadline_warning, service_level
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.quantities import duration
 from dormouse.schemas import messages as m
 

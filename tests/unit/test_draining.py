@@ -7,10 +7,10 @@ import pytest
 from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler
 
 from dormouse.controller.draining import DrainedGpus
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.reasons import Reasons
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.reasons import Reasons
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.paths import RunPaths
 from dormouse.core.startup import keep_drained_gpus, read_drained_gpus
 from dormouse.schemas import messages as m

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_world import ADD, META, MIB, MODEL, AskPeer, LeavePeer, Reply, Violated, World, close, manifest
 
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.links.fds import close_all
 from dormouse.core.quantities import size
 from dormouse.core.shm import SharedMemory
@@ -19,7 +20,6 @@ from dormouse.gpuserver.commands.interpreter import Interpreter
 from dormouse.gpuserver.device.host.copies import HostCopyJob
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.host.memory import PeerMemory
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from engine_world import ADD, META, MIB, MODEL, Reply, Violated, World, close, manifest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.gpuserver.executor import arrivals
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

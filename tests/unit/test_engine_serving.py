@@ -12,12 +12,12 @@ import msgpack
 import pytest
 from engine_world import ADD, META, MODEL, Violated, World, close, manifest
 
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.gate import FrameHeader, follows
+from dormouse.core.decisions.leases.held import LeaseState
 from dormouse.core.links import zmtp
 from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.executor.orders import Posted
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.gate import FrameHeader, follows
-from dormouse.gpuserver.lease.held import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -10,9 +10,9 @@ import needs
 import pytest
 from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.held import LeaseState
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.held import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

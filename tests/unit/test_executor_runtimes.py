@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import structlog
 
+from dormouse.core.decisions.leases import events as e
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
 from dormouse.gpuserver.executor import ahead, runtime_processes
 from dormouse.gpuserver.executor.runtime_handle import Runtime
 from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtimes
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 

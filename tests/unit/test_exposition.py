@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dormouse.controller.ledger import NOTHING, Used
 from dormouse.controller.measures import measures
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE
+from dormouse.core.decisions.requests.events import Timing
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.problems import LEAST_DISK_NBYTES
-from dormouse.router.decisions.events import Timing
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.router.metrics.exposition import IDLE_S, NODES_FAULT, MachineShare, written
 from dormouse.router.metrics.main import Spent

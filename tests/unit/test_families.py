@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from dormouse.controller.scheduling.families import Families, ModelFamily, per_byte
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.state import Model
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling.families import Families, ModelFamily, per_byte
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.state import Model
+from dormouse.core.decisions.scheduling.topology import Topology
 
 TOPOLOGY = Topology(host_bps=1e9)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from benchmarks.filling_cases import any_forest, backbones_and_adapters, optimum
-from dormouse.controller.scheduling.filling import FEW, Artefact, fill
+from dormouse.core.decisions.scheduling.filling import FEW, Artefact, fill
 
 Case = tuple[list[Artefact], dict[str, int]]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.gpuserver.lease.gate import (
+from dormouse.core.decisions.leases.gate import (
     LATE_FRAMES,
     Deliver,
     FrameGate,

@@ -17,7 +17,8 @@ import torch
 from engine_world import Gate
 
 from dormouse.core import native
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.transfer import POOL, Copy, Kind, peer, slab
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import links
@@ -25,7 +26,6 @@ from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.host.links import EmulatedLink, SharedLink, carry
 from dormouse.gpuserver.device.host.memory import MemfdGranules
 from dormouse.gpuserver.device.protocol import DeviceError
-from dormouse.gpuserver.transfer import POOL, Copy, Kind, peer, slab
 
 MIB = 1 << 20
 TOTAL = 8 * MIB

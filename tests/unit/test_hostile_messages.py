@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from router_rig import Rig, lease, loaded, one, spec
 
+from dormouse.core.decisions.requests import events as e
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link, RawLink
@@ -20,7 +21,6 @@ from dormouse.core.log import get_logger
 from dormouse.core.masking import SecretMask
 from dormouse.core.paths import RunPaths
 from dormouse.core.rate import Bucket
-from dormouse.router.decisions import events as e
 from dormouse.router.instances.functionlog import FunctionLog
 from dormouse.router.instances.instances import InstanceHost
 from dormouse.router.instances.logpipe import LogPipe

@@ -12,10 +12,10 @@ import pytest
 from router_rig import failure, loaded, spec
 
 from dormouse.core.config import LimitsSection, NodeConfig
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.paths import StatePaths
 from dormouse.router.access.limits import TenantLimits
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.drain import Draining

@@ -5,8 +5,8 @@ from typing import Any
 
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.controller.learned import KEEP_S, RuntimeNews
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
 TIMES = m.StepTimes(step_us=20_000.0, prompt_token_us=300.0, sequence_us=0.0)

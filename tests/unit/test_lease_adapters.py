@@ -3,9 +3,9 @@
 import pytest
 from played_leases import GRANULE, Played, kinds, states_of
 
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease import runtimes
-from dormouse.gpuserver.lease.held import SEATED, LeaseState
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases import runtimes
+from dormouse.core.decisions.leases.held import SEATED, LeaseState
 from dormouse.schemas import messages as m
 
 

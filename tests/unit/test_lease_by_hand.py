@@ -8,10 +8,10 @@ from lease_compute import SECRET, Orders
 from lease_memory import POOLS, UNIT, size
 from msgspec import structs
 
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.turns import VERSION_S
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.machine import Machine
+from dormouse.core.decisions.leases.turns import VERSION_S
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from played_leases import GRANULE, SEAT_IDLE_S, Played
 
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.held import GOING, SEATED, TURN, LeaseState
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.held import GOING, SEATED, TURN, LeaseState
 from dormouse.schemas import messages as m
 
 

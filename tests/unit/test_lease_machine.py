@@ -15,7 +15,7 @@ from lease_compute import SECRET
 from lease_memory import POOLS, SEGMENTS, UNIT
 from lease_world import Sender, World
 
-from dormouse.gpuserver.lease import events as e
+from dormouse.core.decisions.leases import events as e
 from dormouse.schemas import messages as m
 
 PROGRAMS: Final[list[list[list[Any]]]] = [

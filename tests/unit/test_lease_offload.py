@@ -3,10 +3,10 @@
 import pytest
 from played_leases import GRANULE, Played
 
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease import offload
-from dormouse.gpuserver.lease.held import LeaseState
-from dormouse.gpuserver.lease.reclaim import REST_S
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases import offload
+from dormouse.core.decisions.leases.held import LeaseState
+from dormouse.core.decisions.leases.reclaim import REST_S
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, changed, checked

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from played_leases import GRANULE, Played
 
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.held import LeaseState
+from dormouse.core.decisions.leases import effects as o
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.held import LeaseState
 from dormouse.schemas import messages as m
 
 RATES = e.WakeRates(1e9, 0.0)

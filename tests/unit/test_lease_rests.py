@@ -3,8 +3,8 @@
 import pytest
 from played_leases import GRANULE, SEAT_IDLE_S, Played, kinds
 
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.held import LeaseState
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.held import LeaseState
 from dormouse.schemas import messages as m
 
 

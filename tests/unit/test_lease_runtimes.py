@@ -3,8 +3,8 @@
 import pytest
 from played_leases import GRANULE, Played, kinds
 
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.held import LeaseState
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases.held import LeaseState
 from dormouse.schemas import messages as m
 
 
@@ -159,7 +159,7 @@ def test_while_a_step_waits_for_weights_others_have_steps() -> None:
 def test_while_the_last_step_of_a_turn_waits_for_weights_others_have_steps() -> None:
     """Then the turn is had by who was given it."""
     played = Played(models="abc")
-    own, (first, _) = waiting_step(played, pause=True)
+    own, _ = waiting_step(played, pause=True)
     assert played.lease("b").state is LeaseState.YIELDING
     assert played.told["a"] == [m.TurnBegins(lent=True), m.TurnEnds()]
     played.now_s += 1.0

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.leases import wake as w
 from dormouse.gpuserver.commands.storages import CommandFailed
 from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver, Wakes
-from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease import wake as w
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20

@@ -4,8 +4,8 @@ from typing import Final
 
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import PoolStats, PromptsDue, StepsDue, StepTimes
 from dormouse.schemas.policy import Policy
 

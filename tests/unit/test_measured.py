@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.measured import DECAY, MIN_NBYTES, MISSES, Measured
-from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.measured import DECAY, MIN_NBYTES, MISSES, Measured
+from dormouse.core.decisions.scheduling.state import Gpu, Model, Running, Waiting
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, Lease, PoolStats
 from dormouse.schemas.policy import DEFAULT
 

@@ -17,9 +17,9 @@ from dormouse.client_shim.llm.decoding import Decoding
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.timings import Timings, counts
+from dormouse.core.decisions.requests import events as e
 from dormouse.gpuserver.runtime import progress
 from dormouse.gpuserver.runtime.progress import StepProgress
-from dormouse.router.decisions import events as e
 from dormouse.router.front.answers import server_timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import messages as m

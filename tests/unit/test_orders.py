@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import orders
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
-from dormouse.controller.scheduling.state import Model, Waiting
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling import orders
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
+from dormouse.core.decisions.scheduling.state import Model, Waiting
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import ORDERS
 
 LINKS = Topology(host_bps=100.0)

@@ -5,10 +5,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import Policy
 
 OUTSIDE = OutsideLease(before_s=0.003, turn_s=0.005, after_s=0.002)

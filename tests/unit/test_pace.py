@@ -1,8 +1,8 @@
 """How much of a long prompt a step takes beside sequences that go on."""
 
+from dormouse.core.decisions.batches.batch import Batch, Sequence
+from dormouse.core.decisions.batches.blocks import Blocks
 from dormouse.core.pace import FEW, LEAST, Pace
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
-from dormouse.gpuserver.runtime.blocks import Blocks
 
 
 def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:

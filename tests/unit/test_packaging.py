@@ -162,23 +162,6 @@ def test_the_glossary_names_what_is_there() -> None:
     assert len(named) > 40
 
 
-def test_the_design_names_each_module_once() -> None:
-    page = (ROOT / "docs" / "design" / "modules.md").read_text()
-    named = {}
-    for part in page.split("\n## ")[1:]:
-        folder, _, text = part.partition("/\n")
-        words = re.findall(r"`([a-z0-9_]+)`", text)
-        assert len(words) == len(set(words)), folder
-        named[folder] = set(words)
-    there = {
-        folder: {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-        for folder in PACKAGES.values()
-        if folder != "core/namespace"
-    }
-    assert named.keys() == there.keys()
-    assert {folder: difference for folder in there if (difference := named[folder] ^ there[folder])} == {}
-
-
 def test_each_page_of_the_design_begins_with_a_picture_and_is_linked() -> None:
     index = (ROOT / "docs" / "design.md").read_text()
     pages = [ROOT / "docs" / "design.md", *(ROOT / "docs" / "design").glob("*.md")]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.keeping import ExposedTime
-from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
-from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.keeping import ExposedTime
+from dormouse.core.decisions.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.core.decisions.scheduling.state import Gpu, Model, Running, Waiting
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
 from dormouse.schemas.policy import PLACEMENTS, Policy
 

@@ -9,11 +9,11 @@ from typing import Any
 import structlog
 
 from dormouse.core.config import EnvironmentsSection, NodeConfig
+from dormouse.core.decisions.requests import events as e
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.sockets import listener_at
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
-from dormouse.router.decisions import events as e
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.plain import PlainZygote
 from dormouse.schemas import messages as m

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dormouse.core.memory.pools.blocks import blocks_of
-from dormouse.core.memory.pools.buddy import Buddy
-from dormouse.core.memory.pools.partitions import PartitionKind, Partitions, SlotRange, rounded
-from dormouse.core.memory.pools.protocol import PoolFull
+from dormouse.core.decisions.memory.pools.blocks import blocks_of
+from dormouse.core.decisions.memory.pools.buddy import Buddy
+from dormouse.core.decisions.memory.pools.partitions import PartitionKind, Partitions, SlotRange, rounded
+from dormouse.core.decisions.memory.pools.protocol import PoolFull
 
 SLOT = 1024
 

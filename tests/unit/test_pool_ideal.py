@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool_costs import place
 
-from dormouse.core.memory.eviction_cost import WakeEvictionCost
-from dormouse.core.memory.models import KnownModels, ModelLayout
-from dormouse.core.memory.pools.ideal import Ideal
-from dormouse.core.memory.pools.protocol import PoolFull, Span
-from dormouse.core.memory.pools.regions import Regions
+from dormouse.core.decisions.memory.eviction_cost import WakeEvictionCost
+from dormouse.core.decisions.memory.models import KnownModels, ModelLayout
+from dormouse.core.decisions.memory.pools.ideal import Ideal
+from dormouse.core.decisions.memory.pools.protocol import PoolFull, Span
+from dormouse.core.decisions.memory.pools.regions import Regions
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 

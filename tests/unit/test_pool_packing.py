@@ -11,10 +11,10 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from dormouse.core.memory.pools import algorithm1, eviction, packing, planning
-from dormouse.core.memory.pools.packing import Layout, Line, descending
-from dormouse.core.memory.pools.protocol import PoolFull
-from dormouse.core.memory.pools.regions import Regions
+from dormouse.core.decisions.memory.pools import algorithm1, eviction, packing, planning
+from dormouse.core.decisions.memory.pools.packing import Layout, Line, descending
+from dormouse.core.decisions.memory.pools.protocol import PoolFull
+from dormouse.core.decisions.memory.pools.regions import Regions
 
 UNIT = 512
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dormouse.core.memory.pools.granules import Granules
-from dormouse.core.memory.pools.pages import Pages
-from dormouse.core.memory.pools.protocol import PoolFull
+from dormouse.core.decisions.memory.pools.granules import Granules
+from dormouse.core.decisions.memory.pools.pages import Pages
+from dormouse.core.decisions.memory.pools.protocol import PoolFull
 
 UNIT = 512
 SMALL, LARGE = 4 * UNIT, 16 * UNIT

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling import holding
-from dormouse.controller.scheduling.preloading import MOST_WISHED, PLAN_S, REFUSED_S, REST_S, SLICE
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling import holding
+from dormouse.core.decisions.scheduling.preloading import MOST_WISHED, PLAN_S, REFUSED_S, REST_S, SLICE
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import EVICTIONS, Policy
 

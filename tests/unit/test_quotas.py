@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played_leases import GRANULE, Played
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.scenario import parse_scenario
 from dormouse.core.config import NodeConfig
+from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.memory.quotas import OVER, MemoryQuotas
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.holdings import OwnerGroup
-from dormouse.core.memory.quotas import OVER, MemoryQuotas
 from dormouse.core.nodefile import parse_config
 from dormouse.core.tenants import gpu_nbytes
-from dormouse.gpuserver.lease import events as e
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.rationing import LEAST_SHARE, SETTLE_S, Rationing
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulate, simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.rationing import LEAST_SHARE, SETTLE_S, Rationing
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.state import Gpu, Model, Running, Waiting
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
 from dormouse.schemas.policy import Policy
 

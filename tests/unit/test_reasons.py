@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import LastEviction
-from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
-from dormouse.controller.scheduling.reasons import OLDEST, Reasons, evicted
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import LastEviction
+from dormouse.core.decisions.scheduling.keeping import EVICTION_CLASSES
+from dormouse.core.decisions.scheduling.reasons import OLDEST, Reasons, evicted
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import Done, PoolStats, PromptsDue, StepsDue, StepTimes
 from dormouse.schemas.policy import EVICTIONS, ORDERS, Policy
 

@@ -1,6 +1,6 @@
 """A function's last requests: which of them are remembered, and what is said of them."""
 
-from dormouse.router.decisions.events import Timing
+from dormouse.core.decisions.requests.events import Timing
 from dormouse.router.front.recent import LAST, LastRequests, Past
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from dormouse.controller.recording import FORMAT, FRAME, MAGIC, RecordedEvent, Recorder, Recording, RecordingHeader
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.nodefile import load_config, parse_config
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy

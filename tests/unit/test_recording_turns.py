@@ -12,10 +12,10 @@ import pytest
 
 from dormouse.controller.recording import Recorder, Recording, RecordingHeader
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import Policy
 

@@ -258,6 +258,24 @@ def test_state_dicts_load_in_place(loopback: Any) -> None:
     assert empty.weight.is_cuda
 
 
+def test_modules_move_though_views_of_their_weights_are_held(loopback: Any) -> None:
+    """The views stay as they were, as in PyTorch. Where Python records, that is refused."""
+    with torch.enable_grad():
+        module = torch.nn.Embedding(4, 2)
+        expected, before = module.weight.tolist(), module.weight[1]
+        if not loopback.by_cpp:
+            with pytest.raises(RuntimeError, match=r"Couldn't swap Embedding\.weight"):
+                module.cuda()
+            return
+        assert module.cuda().weight.is_cuda
+        assert before.tolist() == expected[1]
+        view = module.weight[2]
+        assert module.cuda().weight.is_cuda
+        assert module.double().weight.dtype == torch.float64
+        assert (view.is_cuda, view.dtype, view.tolist()) == (True, torch.float32, expected[2])
+        assert module.cpu().weight.tolist() == expected
+
+
 def test_modules_are_born_on_cuda(loopback: Any) -> None:
     with torch.device(CUDA):
         layer = torch.nn.Linear(3, 2)

@@ -4,9 +4,9 @@ from itertools import count
 
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import Function
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import Function
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import Done, PoolStats
 
 GIB = 1 << 30

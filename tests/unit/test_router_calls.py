@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from router_rig import Rig, fails_with, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import calls
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import calls
+from dormouse.core.decisions.requests import events as e
 from dormouse.schemas import messages as m
 
 

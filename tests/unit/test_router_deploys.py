@@ -3,10 +3,10 @@
 import pytest
 from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.lives import DEPLOY_RETRIES
-from dormouse.router.decisions.queueing import SILENT_S
-from dormouse.router.decisions.state import InstanceState
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.lives import DEPLOY_RETRIES
+from dormouse.core.decisions.requests.queueing import SILENT_S
+from dormouse.core.decisions.requests.state import InstanceState
 from dormouse.schemas import messages as m
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from router_rig import damaged, failure, lease, spec
 
-from dormouse.router.decisions import circles, lives
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.places import LoadPlaces
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.state import InstanceState, Phase, RouterState, ServedFunction, most_open
+from dormouse.core.decisions.requests import circles, lives
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.places import LoadPlaces
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.state import InstanceState, Phase, RouterState, ServedFunction, most_open
 from dormouse.schemas import messages as m
 
 NAMES = ("f", "g", "s", "c", "b")

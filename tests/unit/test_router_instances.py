@@ -3,8 +3,8 @@
 import pytest
 from router_rig import Rig, damaged, fails_with, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.lives import BACKOFF_S, WORN, WORN_WINDOW_S
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.lives import BACKOFF_S, WORN, WORN_WINDOW_S
 from dormouse.schemas import messages as m
 
 

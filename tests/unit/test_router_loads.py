@@ -3,8 +3,8 @@
 import pytest
 from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.lives import BACKOFF_S, LONGEST_LOAD
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.lives import BACKOFF_S, LONGEST_LOAD
 from dormouse.schemas import messages as m
 
 

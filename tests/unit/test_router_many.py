@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from router_rig import Rig, fails_with, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.queueing import SILENT_S
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.queueing import SILENT_S
 from dormouse.schemas import messages as m
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import replicas
-from dormouse.router.decisions.runtimes import runtime_group
-from dormouse.router.decisions.state import MOST_OPEN, InstanceState
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import replicas
+from dormouse.core.decisions.requests.runtimes import runtime_group
+from dormouse.core.decisions.requests.state import MOST_OPEN, InstanceState
 from dormouse.schemas import messages as m
 
 LLM = m.LlmSettings(ttft_ms=300)

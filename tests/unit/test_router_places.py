@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from router_rig import Rig, loaded, one, said, spec
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.places import HELD_S
+from dormouse.core.decisions.requests.state import InstanceState
 from dormouse.router.admin import overview
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.places import HELD_S
-from dormouse.router.decisions.state import InstanceState
 from dormouse.schemas import messages as m
 
 YEAR_MS = 365 * 86_400_000

@@ -5,12 +5,12 @@ from typing import Any, get_args
 import pytest
 from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import timers as t
-from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.decisions.queueing import SILENT_S
-from dormouse.router.decisions.serving import ABANDONED_S
-from dormouse.router.decisions.state import InstanceState, RouterState
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import timers as t
+from dormouse.core.decisions.requests.policy import RequestPolicy
+from dormouse.core.decisions.requests.queueing import SILENT_S
+from dormouse.core.decisions.requests.serving import ABANDONED_S
+from dormouse.core.decisions.requests.state import InstanceState, RouterState
 from dormouse.schemas import messages as m
 
 

@@ -4,8 +4,8 @@ has all of them at random).
 
 from router_rig import Rig, fails_with, lease, loaded, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.quarantine import BLAME_WINDOW_S
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.quarantine import BLAME_WINDOW_S
 from dormouse.schemas import messages as m
 
 SEGV = "a command of it ended the GPU's process by SIGSEGV"

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, one, said, spec
 
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions.lives import BACKOFF_S
-from dormouse.router.decisions.queueing import SILENT_S
-from dormouse.router.decisions.state import InstanceState
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests.lives import BACKOFF_S
+from dormouse.core.decisions.requests.queueing import SILENT_S
+from dormouse.core.decisions.requests.state import InstanceState
 from dormouse.schemas import messages as m
 
 RUN_S = 0.4

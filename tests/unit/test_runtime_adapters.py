@@ -11,9 +11,9 @@ from language_models import prompts, reference, wrong_tokens
 from runtime_engines import begin, engine
 from torch.nn.utils import stateless
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import groups, kernels, layers
 from dormouse.gpuserver.runtime.adapters import TABLE
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.low_rank import MOST, LowRank
 from dormouse.gpuserver.runtime.sampling import Sampling

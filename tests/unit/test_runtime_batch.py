@@ -2,8 +2,8 @@
 
 import pytest
 
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
-from dormouse.gpuserver.runtime.blocks import Blocks
+from dormouse.core.decisions.batches.batch import Batch, Sequence
+from dormouse.core.decisions.batches.blocks import Blocks
 
 
 def running(batch: Batch) -> list[int]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from language_models import TINY, VOCABULARY, prompts, reference, spec_of, wrong_tokens
 from runtime_engines import begin, engine
 
+from dormouse.core.decisions.batches.batch import Batch, Sequence
+from dormouse.core.decisions.batches.blocks import Blocks
 from dormouse.gpuserver.runtime import kernels, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
-from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.gpuserver.runtime.work import StepWork

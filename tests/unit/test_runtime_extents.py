@@ -7,15 +7,15 @@ import pytest
 import torch
 from language_models import reference, spec_of
 
+from dormouse.core.decisions.batches.blocks import BlockTable
+from dormouse.core.decisions.batches.recompute import PRIOR, RecomputeCost
 from dormouse.core.links.fds import PacketSocket
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.blocks import BlockTable
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import EXTENT_NBYTES, KvExtents
 from dormouse.gpuserver.runtime.mapping import HostMapping
-from dormouse.gpuserver.runtime.recompute import PRIOR, RecomputeCost
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20

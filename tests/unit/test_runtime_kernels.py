@@ -16,12 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dormouse.core import native
+from dormouse.core.decisions.batches.batch import Batch, Sequence
 from dormouse.gpuserver.runtime import kernels, layers, leaves, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables

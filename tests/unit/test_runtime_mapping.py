@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.runtime.mapping import HostMapping
 from dormouse.schemas import messages as m

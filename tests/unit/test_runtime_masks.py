@@ -9,7 +9,7 @@ from language_models import VOCABULARY, prompts, reference, wrong_tokens
 from runtime_engines import begin, engine
 from transformers import PreTrainedModel
 
-from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.core.decisions.batches.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation
 from dormouse.gpuserver.runtime.sampling import BadMask, Sampling, allowed, choose
 

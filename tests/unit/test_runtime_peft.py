@@ -17,8 +17,8 @@ from language_models import prompts, wrong_tokens
 from runtime_engines import begin, engine
 
 from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
+from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import layers
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.weights import AdapterParts, adapter_parts
 

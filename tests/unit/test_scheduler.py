@@ -3,13 +3,13 @@
 import pytest
 from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
-from dormouse.controller.scheduling.leaving import LEAVE_S
-from dormouse.controller.scheduling.orders import ORDER_CLASSES
-from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
-from dormouse.controller.scheduling.queueing import LOOK
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.keeping import EVICTION_CLASSES
+from dormouse.core.decisions.scheduling.leaving import LEAVE_S
+from dormouse.core.decisions.scheduling.orders import ORDER_CLASSES
+from dormouse.core.decisions.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.core.decisions.scheduling.queueing import LOOK
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import DEFAULT, EVICTIONS, FIXED, ORDERS, PLACEMENTS, Policy, changed
 

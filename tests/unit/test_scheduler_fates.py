@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_rig import GIB, over, pool
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]

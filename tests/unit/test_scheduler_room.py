@@ -3,9 +3,9 @@
 import pytest
 from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.functions import LastWake
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.functions import LastWake
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import PoolStats
 from dormouse.schemas.policy import EVICTIONS, PLACEMENTS, Policy
 

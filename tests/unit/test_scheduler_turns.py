@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 from scheduler_rig import GIB, add_model, ask, only_wake, over, pool, scheduler, turn, wake_of
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import PoolStats
 from dormouse.schemas.policy import Policy
 

@@ -10,13 +10,13 @@ import pytest
 import uvloop
 
 from dormouse.core.config import TracingSection
+from dormouse.core.decisions.requests.state import RouterState
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import scrapes
 from dormouse.router.admin.scrapes import MOST, ROLE, Scrapes
-from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m

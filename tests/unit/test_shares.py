@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from dormouse.controller.recording import Recorder, Recording, RecordingHeader
 from dormouse.controller.replay import replay
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.reasons import Reasons
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.shares import CREDIT_S, LEAD_S, PRUNE
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.scenario import parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.reasons import Reasons
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.shares import CREDIT_S, LEAD_S, PRUNE
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.core.nodefile import parse_config
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import Done, PoolStats

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from streams_world import COST, MB, llm, made, run, watched
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.batch import StreamBatch
 from dormouse.controller.simulator.streams.stream import Stream
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.errors import ConfigError
 
 

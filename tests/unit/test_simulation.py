@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import DEFAULT, EVICTIONS, ORDERS, PLACEMENTS, Policy
 

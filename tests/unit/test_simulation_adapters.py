@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from streams_world import COST, MB, kinds, made, run, watched
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.main import simulate
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.errors import ConfigError
 
 

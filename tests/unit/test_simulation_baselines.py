@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator import main
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.baselines import HISTORY, KEEP_S, IdleTimes, Processes
 from dormouse.controller.simulator.cluster import Cluster
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 

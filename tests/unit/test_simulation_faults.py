@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.building import read_faults
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.tree import FaultAt
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import Policy
 
 MB = 1_000_000

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from streams_world import COST, GB, MB, function, kinds, llm, made, run, watched
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import Fault
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.schemas.policy import Policy
 
 COPY_S = 300 * MB / GB

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.preloading import PLAN_S, REST_S
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.preloading import PLAN_S, REST_S
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import Policy
 
 MB = 1_000_000

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from streams_world import MB, function, kinds, llm, made, run, watched
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator import extras
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 

@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from streams_world import MB, function, kinds, llm, made, watched
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import Policy
 
 Log = list[tuple[float, ev.Event, list[ev.Action]]]

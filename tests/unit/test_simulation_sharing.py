@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import KEEP_ALIVES, SimulatedPolicy, as_baseline
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.policy import EVICTIONS, PLACEMENTS, Policy
 
 MB = 1_000_000

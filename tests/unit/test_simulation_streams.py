@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from streams_world import MB, function, kinds, llm, made, run, watched
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams import model as simulated
-from dormouse.gpuserver.lease import reclaim
+from dormouse.core.decisions.leases import reclaim
+from dormouse.core.decisions.requests import state as real_router
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.gpuserver.runtime import extents as real_extents
-from dormouse.router.decisions import state as real_router
 from dormouse.schemas.policy import Policy
 
 NAN = float("nan")

@@ -5,14 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.capacity import check_deadlines
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulate, simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 

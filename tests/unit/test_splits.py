@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_rig import Rig, lease, loaded, one, said, spec
 
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.requests import splits
+from dormouse.core.decisions.requests.splits import WantedShares
+from dormouse.core.decisions.requests.state import Split
 from dormouse.core.names import base_of
-from dormouse.router.decisions import events as e
-from dormouse.router.decisions import splits
-from dormouse.router.decisions.splits import WantedShares
-from dormouse.router.decisions.state import Split
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 

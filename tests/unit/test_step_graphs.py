@@ -14,9 +14,9 @@ from language_models import prompts, reference, spec_of, wrong_tokens
 from runtime_engines import begin
 from transformers import PreTrainedModel
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime import models, step_graphs
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.packing import FREE, NOWHERE, FixedColumns
 from dormouse.gpuserver.runtime.step_graphs import AFTER, GRAPHS, ROWS, StepGraphs

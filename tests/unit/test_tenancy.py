@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from router_rig import Rig, spec
 
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import EVERYTHING, Caller
 from dormouse.router.admin import overview
-from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
 
 

@@ -6,12 +6,12 @@ import pytest
 from router_rig import Rig, spec
 
 from dormouse.controller.overshares import TELL_S, OverShares
-from dormouse.controller.scheduling.shares import Shares
 from dormouse.core.config import TenantSection
+from dormouse.core.decisions.requests import events as e
+from dormouse.core.decisions.scheduling.shares import Shares
 from dormouse.core.nodefile import parse_config
 from dormouse.core.rate import Bucket
 from dormouse.router.access.limits import TOKENS_S, TenantLimits
-from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 

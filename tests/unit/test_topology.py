@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dormouse.controller.scheduling.topology import Topology, shared_copy_s
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.core.decisions.scheduling.topology import Topology, shared_copy_s
 
 BPS = st.floats(1.0, 100.0)
 NBYTES = st.floats(0.1, 1000.0)

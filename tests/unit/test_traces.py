@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dormouse.core.config import NodeConfig, NodeSection, TracingSection
+from dormouse.core.decisions.requests import events as e
 from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
-from dormouse.router.decisions import events as e
 from dormouse.router.front.traced import traced
 from dormouse.router.front.tracing import Trace
 from dormouse.router.traces import outbox

@@ -7,7 +7,7 @@ import pytest
 from router_rig import lease, loaded, one, spec
 
 from dormouse.client_shim.instance import context
-from dormouse.router.decisions import events as e
+from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.answers import server_timing
 from dormouse.router.front.tracing import NO_TRACE, Trace, traced
 from dormouse.schemas import messages as m

@@ -6,9 +6,9 @@ import triton_here
 from language_models import TINY, prompts, reference, spec_of, wrong_tokens
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from dormouse.core.decisions.batches.batch import Batch, Sequence
 from dormouse.gpuserver.runtime import layers, leaves, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 

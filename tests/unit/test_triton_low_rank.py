@@ -7,9 +7,9 @@ from adapted_models import adapted, adapter
 from language_models import prompts, reference, spec_of, wrong_tokens
 from runtime_engines import begin
 
+from dormouse.core.decisions.batches.batch import NO_ADAPTER, Batch
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank, Table, add_each
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from router_rig import spec
 
+from dormouse.core.decisions.requests.state import OpenDeploy, RouterState
 from dormouse.core.secretfile import SecretFile
 from dormouse.router.access.access import Caller
 from dormouse.router.admin.filechanges import FileChanges
 from dormouse.router.admin.vault import Vault, variables_file
-from dormouse.router.decisions.state import OpenDeploy, RouterState
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a simulated runtime computes next: the rules of gpuserver/runtime/batch.py, for many equal steps at once. Pure.
+"""What a simulated runtime computes next: the rules of decisions/batches/batch.py, for many equal steps at once. Pure.
 
 A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget: of those that
 have begun, oldest first, then of others (core/joins.py).
@@ -189,7 +189,7 @@ class StreamBatch:
         return self._steps(self._equal(grow))
 
     def _share(self, stream: Stream, budget: int, going_on: bool) -> int:
-        """Of its prompt in a step: as in gpuserver/runtime/batch.py."""
+        """Of its prompt in a step: as in core/decisions/batches/batch.py."""
         if self._learned is not None and going_on and stream.tokens > self._budget:
             budget, self._paced = self._learned.pieces(budget), True
         return min(budget, stream.left)

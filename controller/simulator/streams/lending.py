@@ -1,4 +1,4 @@
-"""Steps in another's turn, as gpuserver/lease/runtimes.py lends them: pure. While a step of who has the turn waits for
+"""Steps in another's turn, as decisions/leases/runtimes.py lends them: pure. While a step of who has the turn waits for
 its weights, another runtime that has all of its own has a step: that which has had none for longest. The turn stays
 where it is, and nobody else gets one while a step is lent.
 

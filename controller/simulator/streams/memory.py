@@ -11,7 +11,7 @@ from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.model import EXTENTS
 from dormouse.controller.simulator.streams.runtime import runtime_of
-from dormouse.core.memory.bringing import spare
+from dormouse.core.decisions.memory.bringing import spare
 
 KV_OWNER: Final = "kv of "
 

@@ -11,11 +11,11 @@ from dormouse.controller.simulator.streams.cost import StepCost
 
 IDLE_S: Final = 2.0
 """A seat without requests is left after this. A real one stays, and goes in the order in which its weights would then
-(gpuserver/lease/reclaim.py): a test compares.
+(core/decisions/leases/reclaim.py): a test compares.
 """
 
 MOST_OPEN: Final = 256
-"""Requests that an instance has at once (router/decisions/state.py): a test compares."""
+"""Requests that an instance has at once (core/decisions/requests/state.py): a test compares."""
 
 EXTENT_NBYTES: Final = 2 << 20
 EXTENTS: Final = 4

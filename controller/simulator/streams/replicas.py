@@ -1,5 +1,5 @@
 """Instances of one simulated language model, each with a runtime of its own: who of them gets a request, and when one
-more is called for, as router/decisions/queueing.py and replicas.py have it. Pure. extras.py starts and ends them.
+more is called for, as decisions/requests/queueing.py and replicas.py have it. Pure. extras.py starts and ends them.
 
 They are of a function, or of a group whose functions have one runtime: then each stands for one of every function.
 """

@@ -14,15 +14,15 @@ from heapq import heapify, heappop, heappush, heappushpop
 from operator import add, attrgetter
 from typing import Any, Final
 
-from dormouse.controller.scheduling.events import RuntimesOn
-from dormouse.controller.scheduling.passing import Passed
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import COMPUTED, COPIED, PRELOADED, TICK, UNWANTED, Agenda, Entry
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.memory import KvMemory
 from dormouse.controller.simulator.streams.model import MOST_OPEN
 from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
 from dormouse.controller.simulator.streams.stream import Advanced
+from dormouse.core.decisions.scheduling.events import RuntimesOn
+from dormouse.core.decisions.scheduling.passing import Passed
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 
 LEAST: Final = 2
 """Steps, as long as the last one: with less until something is due, it is not worth while."""

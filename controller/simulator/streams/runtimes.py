@@ -1,4 +1,4 @@
-"""Leases of simulated language models, as gpuserver/lease/runtimes.py has them: seats with KV that grows, and turns of
+"""Leases of simulated language models, as decisions/leases/runtimes.py has them: seats with KV that grows, and turns of
 steps. Pure.
 
 A turn ends between two steps. The core is told that it may be another's when it begins in a seat that its lease has,
@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, TURNED, UNWANTED, WANTS, Agenda
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
@@ -24,6 +22,8 @@ from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, next
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.controller.simulator.streams.telling import RuntimeTells
+from dormouse.core.decisions.scheduling import events as ev
+from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.joins import IN_TURN, latest_s
 
 

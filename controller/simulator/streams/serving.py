@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import OPENS, TOKEN_DUE, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.extras import Extras
@@ -20,6 +19,7 @@ from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.core.batching import BatchRule, GatheringBatch
+from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.replicas import BEGUN, token_due_s
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from dormouse.core.decisions.memory.transfer import Kind
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.host import Staging
 from dormouse.gpuserver.device.cuda.steps import Step, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.protocol import DeviceLost
-from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas.errors import DormouseError
 
 AHEAD_NBYTES: Final = 64 << 20

@@ -21,7 +21,8 @@ from typing import Final
 
 import torch
 
-from dormouse.core.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.transfer import Copy, Kind, chunked
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver, nvml
 from dormouse.gpuserver.device.cuda.budget import context_nbytes, crowding, divided
@@ -41,7 +42,6 @@ from dormouse.gpuserver.device.protocol import (
     Exported,
     storage_at,
 )
-from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 16 << 20

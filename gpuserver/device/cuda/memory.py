@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from dormouse.core.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.pools.protocol import Mapping, Pool
 from dormouse.core.quantities import size
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.peers import export_allocation, export_granules
@@ -60,10 +60,10 @@ class CudaBlock:
 
     def make_pool(self) -> Pool:
         if self._buddy:
-            from dormouse.core.memory.pools.buddy import Buddy
+            from dormouse.core.decisions.memory.pools.buddy import Buddy
 
             return Buddy(self.nbytes)
-        from dormouse.core.memory.pools.regions import Regions
+        from dormouse.core.decisions.memory.pools.regions import Regions
 
         return Regions(self.nbytes)
 
@@ -182,7 +182,7 @@ class CudaGranules:
             ) from error
 
     def make_pool(self) -> Pool:
-        from dormouse.core.memory.pools.pages import Pages
+        from dormouse.core.decisions.memory.pools.pages import Pages
 
         return Pages(granules=self.classes, address_nbytes=self.span_nbytes)
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dormouse.core.decisions.memory.transfer import Kind, Origin
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda.host import HostSlab, Pinner, Source
 from dormouse.gpuserver.device.cuda.peers import open_peer
 from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError
-from dormouse.gpuserver.transfer import Kind, Origin
 
 
 class CopySources:

@@ -7,9 +7,9 @@ is there. Issues nothing (copies.py).
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from dormouse.core.decisions.memory.transfer import Chunk, Kind, Origin
 from dormouse.gpuserver.device.cuda.host import Source
 from dormouse.gpuserver.device.cuda.streams import CudaEvent
-from dormouse.gpuserver.transfer import Chunk, Kind, Origin
 
 SCRATCH_NBYTES: Final = 16 << 20
 """Through which spans move that overlap: at 2 TB/s, 8 us each way, so that issuing is not the bound."""

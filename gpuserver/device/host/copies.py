@@ -12,9 +12,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+from dormouse.core.decisions.memory.transfer import Kind
 from dormouse.gpuserver.device.host.links import EmulatedLink, carry
 from dormouse.gpuserver.device.host.memory import PeerMemory
-from dormouse.gpuserver.transfer import Kind
 
 ASSUMED_NBYTES_S: Final = 6e9
 RATE_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth

@@ -14,10 +14,11 @@ from typing import Final
 
 import torch
 
-from dormouse.core.memory.pools.buddy import Buddy
-from dormouse.core.memory.pools.pages import Pages
-from dormouse.core.memory.pools.protocol import Mapping, Pool
-from dormouse.core.memory.pools.regions import Regions
+from dormouse.core.decisions.memory.pools.buddy import Buddy
+from dormouse.core.decisions.memory.pools.pages import Pages
+from dormouse.core.decisions.memory.pools.protocol import Mapping, Pool
+from dormouse.core.decisions.memory.pools.regions import Regions
+from dormouse.core.decisions.memory.transfer import Copy, Kind, chunked
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import memory as host_memory
@@ -34,7 +35,6 @@ from dormouse.gpuserver.device.protocol import (
     computed_again,
     storage_at,
 )
-from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 4 << 20

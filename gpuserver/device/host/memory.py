@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.decisions.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.schemas.errors import ConfigError
