@@ -1,5 +1,6 @@
 """A node file: TOML, checked, with errors that name the file, the line and the key."""
 
+import json
 import os
 import re
 import tomllib
@@ -169,9 +170,9 @@ def _slips(config: NodeConfig) -> Iterator[str]:
 
 
 def _cure(message: str) -> str:
-    """What there is instead of an unknown key."""
+    """What there is instead of an unknown key, or of a value of another type."""
     if "unknown field" not in message:
-        return ""
+        return _typed(message)
     section = re.search(r"`\$\.(\w+)(\[\.\.\.\])?`$", message)
     fields = {field.name: field.type for field in msgspec.structs.fields(NodeConfig)}
     kind = NodeConfig if section is None else TenantSection if section[2] else fields[section[1]]
@@ -185,6 +186,23 @@ def _cure(message: str) -> str:
     return f"; write some of {', '.join(known)}"
 
 
+def _typed(message: str) -> str:
+    """The form of a value, by its key and its default."""
+    found = re.search(r"at `\$\.([a-z_]+)\.([a-z_]+)(\[\w+\])?`$", message)
+    if found is None or not hasattr(section := getattr(NodeConfig(), found[1], None), found[2]):
+        return ""
+    label, default = f"{found[1]}.{found[2]}", getattr(section, found[2])
+    if isinstance(default, bool):
+        return "; write true or false"
+    if label in (*_MAYBE_SIZES, *_SIZES):
+        return '; write a size in quotes, such as "4GiB"'
+    if isinstance(default, tuple | list):
+        return '; write a list of texts, such as ["one", "two"]'
+    if isinstance(default, str):
+        return f"; write a text in quotes{f', such as {json.dumps(default)}' if default else ''}"
+    return f"; write a number{' of milliseconds' if label.endswith('_ms') else ''}, such as {default}"
+
+
 def _keys(kind: Any) -> list[str]:
     """None of what is no section."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
@@ -194,7 +212,7 @@ def _keys(kind: Any) -> list[str]:
 
 def _line(text: str, message: str) -> str:
     """``:LINE`` of the key that a message names, if it can be found."""
-    names = re.findall(r"`\$?\.?([A-Za-z0-9_.]+)`", message)
+    names = re.findall(r"`\$?\.?([A-Za-z0-9_.]+)(?:\[\w+\])?`", message)
     for name in names:
         *within, key = name.split(".")
         section = re.compile(rf"\s*\[\s*{re.escape('.'.join(within))}\s*\]") if len(within) > 1 else None

@@ -44,7 +44,11 @@ def install() -> None:
 
 def _captured(backend: Any, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """The backend whose mode and options PyTorch has checked. They are about kernels."""
-    if not _CompilingNode.compiles or torch.is_grad_enabled():
+    if not _CompilingNode.compiles:
+        _say_once("[gpu] compile is not true in the node file")
+        return graph.forward
+    if torch.is_grad_enabled():
+        _say_once("gradients are on")
         return graph.forward
     try:
         return _Compiled(graph, Captured(graph, example_inputs))
@@ -76,6 +80,11 @@ class _Compiled:
 
 def _say(reason: str) -> None:
     print(f"torch.compile: a graph's operations are called one by one: {reason}", file=sys.stderr)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _say(reason)
 
 
 def connect(device: DeviceInfo) -> None:

@@ -221,6 +221,7 @@ class AdminClient:
     @contextmanager
     def _conversation(self, timeout_s: float | None) -> Iterator["_Conversation"]:
         """Raises CallRefused and Unreachable, also when its body does."""
+        welcomed = False
         try:
             sock = self._connected()
             try:
@@ -229,11 +230,15 @@ class AdminClient:
                 if not isinstance(welcome, a.Welcome) or welcome.protocol != a.PROTOCOL:
                     raise RemoteProtocolError("it is of another version; use its own command, or restart it")
                 sock.sock.settimeout(timeout_s)
+                welcomed = True
                 yield conversation
             finally:
                 sock.close()
         except (PeerLost, RemoteProtocolError) as error:
             pid = nodeprocess.running_pid(self.run) if isinstance(error, PeerLost) else None
+            if welcomed:
+                text = f"the node in {self.run} ended, or was stopped, before it had answered ({error})"
+                raise Unreachable(f"{text}; what was asked for may have been done, or begun") from error
             if pid is not None:
                 text = f"the node in {self.run} runs (pid {pid}) but is not ready ({error}); try again in a moment"
                 raise Unreachable(text) from error

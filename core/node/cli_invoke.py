@@ -79,7 +79,10 @@ def invoke(
     ms = round((time.perf_counter() - began) * 1000, 3)
     try:
         value = json.loads(answer) if answer else None  # such as a 204 has
-    except ValueError as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
         text = f"the function's answer is not JSON ({error}); it begins {answer[:ODD_NBYTES]!r}"
         raise DormouseError(text) from error
     if json_:
@@ -109,7 +112,7 @@ def body_of(context: CommandContext, name: str, request: str) -> bytes:
             raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
     try:
         json.loads(request)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = next((row for row in context.client.functions() if row["name"] == name), {})
         if row.get("llm") is not None:
             return json.dumps({"messages": [{"role": "user", "content": request}], "stream": True}).encode()

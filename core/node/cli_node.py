@@ -17,6 +17,9 @@ from dormouse.schemas.errors import ConfigError, DormouseError
 ALL_LINES: Final = 1 << 30
 """Of what is no terminal."""
 
+ASK_S: Final = 2.0
+"""For what runs on a node that is to be stopped."""
+
 
 @click.command()
 @click.argument("file", required=False, metavar="[NODE.toml]")
@@ -52,7 +55,7 @@ def up(
     DORMOUSE_RUN, where the other commands look, too.
     """
     from dormouse.core import torchbuild
-    from dormouse.core.node import nodeprocess
+    from dormouse.core.node import doctor, nodeprocess
     from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
     from dormouse.core.problems import strangers
 
@@ -105,7 +108,7 @@ def up(
         click.echo(f"left out of what is imported once, for all functions: {library}: {reason}", err=True)
     for role, reason in ready["down"].items():
         click.echo(f"{role} does not start, and is tried again: {reason}", err=True)
-    for text in strangers(status_):
+    for text in (*strangers(status_), *doctor.too_large(config)):
         click.echo(text, err=True)
     if context.directory.absolute() != config.run_directory.absolute():
         click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
@@ -117,13 +120,20 @@ def up(
 def down(context: CommandContext, json_: bool) -> None:
     """Stop the node; what is deployed stays deployed."""
     from dormouse.core.node import nodeprocess
+    from dormouse.core.node.adminclient import AdminClient
 
+    running = 0
+    with suppress(DormouseError, CallRefused):  # a node that does not answer is stopped all the same
+        running = sum(row.get("running", 0) for row in AdminClient(context.directory, call_s=ASK_S).functions())
     if not nodeprocess.stop(context.directory):
         raise Unreachable(f"no node runs in {context.directory}")
     if json_:
-        show_json({"stopped": True})
-    else:
-        click.echo("stopped")
+        show_json({"stopped": True, "running": running})
+        return
+    click.echo("stopped")
+    if running:
+        ran = f"{running} requests" if running > 1 else "a request"
+        click.echo(f"{ran} that ran there got no answer; `dormouse drain` waits for those that run", err=True)
 
 
 @click.command()

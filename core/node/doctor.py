@@ -195,6 +195,15 @@ def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
     return [Finding("gpu links", "ok", "; ".join(parts))]
 
 
+def too_large(config: NodeConfig) -> list[str]:
+    """What a node has been given that its machine has not, for who starts it."""
+    _, gpus = _cuda(config, gpus_.find(config, opening=False))
+    memory = _memory(config, gpus)
+    absent = [path for path in config.sandbox.read if not os.path.exists(path)]
+    found = [f"memory: {memory.found}: {memory.advice}"] if memory.state == "fail" else []
+    return found + [f"[sandbox] read has {path}, which is not there" for path in absent]
+
+
 def _compiler(config: NodeConfig, gpus: int) -> Finding:
     """Who counts activations of emulated GPUs, and who records and runs operations."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")

@@ -84,8 +84,8 @@ def start(file: str | None, node: str | None, run: str | None, options: Sequence
     config, options = config_of(file, node, run), [*options, *_placed(run)]
     if (pid := running_pid(config.run_directory)) is not None:
         raise ProcessFailed(
-            f"node {config.node.name!r} runs already (pid {pid}); stop it with `dormouse down`, "
-            "or give this one another name, port, run and state directory"
+            f"a node runs already (pid {pid}) in {config.run_directory}; stop it with `dormouse --run "
+            f"{config.run_directory} down`, or give this one another name, port, run and state directory"
         )
     state = StatePaths(config.state_directory)
     expect_apart(config.run_directory, state.state)

@@ -1,10 +1,11 @@
 """What a supervisor tells systemd, by the protocol of sd_notify(3): that it is ready, lives, and stops.
 
-Outside of a unit of `Type=notify` nothing is said.
+Outside of a unit of `Type=notify` nothing is said, but to people who have started it in the foreground.
 """
 
 import os
 import socket
+import sys
 from contextlib import suppress
 from typing import Final, Self
 
@@ -12,24 +13,28 @@ MOST_STATUS: Final = 500
 
 
 class ServiceManager:
-    """The manager of the unit whose main process this is. ``watched``: it wants to hear that the process lives."""
+    """The manager of the unit whose main process this is. ``watched``: it wants to hear that the process lives;
+    ``plain``: people want to read on standard error that it is ready, and that it stops.
+    """
 
-    def __init__(self, address: str = "", watched: bool = False) -> None:
+    def __init__(self, address: str = "", watched: bool = False, plain: bool = False) -> None:
         self.watched = watched
+        self._plain = plain and not address
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
         if self._socket is not None:
             self._socket.setblocking(False)
 
     @classmethod
-    def take(cls) -> Self:
+    def take(cls, plain: bool = False) -> Self:
         """By this process's environment, out of which it is taken: what others start is not the unit's main process."""
         address, pid = os.environ.pop("NOTIFY_SOCKET", ""), os.environ.pop("WATCHDOG_PID", "")
         watched = bool(os.environ.pop("WATCHDOG_USEC", "")) and pid in ("", str(os.getpid()))
-        return cls(address, watched)
+        return cls(address, watched, plain)
 
     def ready(self, status: str) -> None:
         """Also again, when ``status`` has changed."""
+        self._print(f"ready: {status}")
         self._say(f"READY=1\nSTATUS={' '.join(status.split())[:MOST_STATUS]}")
 
     def alive(self) -> None:
@@ -47,11 +52,18 @@ class ServiceManager:
         return found | ({"WATCHDOG_USEC": "1"} if self.watched else {})
 
     def stopping(self) -> None:
+        self._print("stopping")
         self._say("STOPPING=1")
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+    def _print(self, text: str) -> None:
+        if self._plain:
+            with suppress(OSError):
+                sys.stderr.write(f"dormouse: {text}\n")
+                sys.stderr.flush()
 
     def _say(self, text: str) -> None:
         """A manager that does not listen keeps no node from its work."""

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plain", action="store_true", help="say for people why it ends")
     parser.add_argument("--succeed", type=int, metavar="FD")
     arguments = parser.parse_args(argv)
-    service = ServiceManager.take()
+    service = ServiceManager.take(arguments.plain)
     try:
         if arguments.node is not None:
             config = named_config(arguments.node)

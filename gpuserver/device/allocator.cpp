@@ -217,11 +217,11 @@ struct OwnedAllocator final : c10::Allocator {
             false,
             "CUDA out of memory. Tried to allocate ",
             mebibytes(static_cast<int64_t>(nbytes)),
-            " MiB, but of the ",
+            " MiB; of the ",
             mebibytes(most),
-            " MiB that the models in this emulated GPU leave for activations, ",
+            " MiB beside models, ",
             mebibytes(now),
-            " MiB are in use. Use smaller batches, or raise gpu.memory in the node's configuration.");
+            " MiB are in use. Load less, use smaller batches, or raise [gpu] memory in the node file.");
       }
     }
     void* data = nbytes == 0 ? nullptr : take_block(nbytes);

@@ -107,6 +107,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         assert said(run, "invoke", "counter", '{"by": 2}')["answer"] == {"count": 2.0}
         assert command(run, "invoke", "counter", '{"by": 3}').stdout == '{"count":5.0}\n'
         assert command(run, "invoke", "counter", "{").returncode != 0
+        deep = command(run, "invoke", "counter", "[" * 5000)
+        assert (deep.returncode, "nested too deeply" in deep.stderr, "Traceback" in deep.stderr) == (5, True, False)
         assert command(run, "invoke", "nobody").returncode == 3
         assert said(run, "status")["functions"]["counter"]["requests"] >= 2
         (tmp_path / "keeper").mkdir()
@@ -123,7 +125,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         the_guide_to_libraries(reader)
         the_guide_to_services_drains_and_replaces(reader)
     finally:
-        assert said(run, "down") == {"stopped": True}
+        assert said(run, "down") == {"stopped": True, "running": 0}
     assert not run.exists()
 
 
@@ -234,6 +236,36 @@ def the_policy_is_shown_and_changed(run: Path, audit: Path) -> None:
     acts = [json.loads(line) for line in audit.read_text().splitlines()]
     ours = [(act["name"], act["outcome"]) for act in acts if act["act"] == "policy"]
     assert ours[-2:] == [('await_resident="maybe"', "bad_request"), (" ".join(changes).replace("edf", '"edf"'), "ok")]
+
+
+def test_who_stops_a_node_reads_that_something_ran(tmp_path: Path, port: int) -> None:
+    """And so does who waits for it. The node in the foreground says when it is ready, and that it stops."""
+    node, run, function = tmp_path / "node.toml", tmp_path / "run", tmp_path / "f" / "function.py"
+    node.write_text(
+        f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
+    )
+    function.parent.mkdir()
+    function.write_text("import time\ndef handle(_, request):\n    time.sleep(request)\n")
+    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "up", str(node), "--foreground"]
+    with (
+        subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as foreground,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert foreground.stderr is not None
+        assert foreground.stderr.readline() == f"dormouse: ready: all processes are up, port {port}\n"
+        said(run, "deploy", "f", str(function))
+        waits = pool.submit(command, run, "invoke", "f", "3600")
+        admin, end_s = AdminClient(run), time.monotonic() + 60
+        while admin.functions()[0]["running"] != 1:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        down = command(run, "down")
+        assert (down.returncode, down.stdout) == (0, "stopped\n")
+        assert "a request that ran there got no answer; `dormouse drain` waits" in down.stderr
+        assert waits.result().returncode == 4
+        assert "ended, or was stopped, before it had answered" in waits.result().stderr
+        assert foreground.stderr.read() == "dormouse: stopping\n"
+        assert foreground.wait(60) == 0
 
 
 def status_says_why_a_request_waits(run: Path, file: Path) -> None:

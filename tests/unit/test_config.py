@@ -132,6 +132,24 @@ def test_what_is_not_toml_is_shown_with_what_toml_has(tmp_path: Path, line: str,
         assert str(caught.value).endswith(says)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[gpu]\ncount = "two"', "; write a number, such as 0"),
+        ("[gpu]\nmemory = 4", '; write a size in quotes, such as "4GiB"'),
+        ('[limits]\ntimeout_ms = "1h"', "; write a number of milliseconds, such as 3600000"),
+        ('[sandbox]\nread = "/data"', '; write a list of texts, such as ["one", "two"]'),
+        ("[sandbox]\nread = [1]", '; write a list of texts, such as ["one", "two"]'),
+        ("[gpu]\nfast_path = 1", "; write true or false"),
+        ("[node]\nname = 1", '; write a text in quotes, such as "default"'),
+    ],
+)
+def test_a_value_of_another_type_is_told_with_the_form_that_it_has(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"node\.toml:2: Expected `") as caught:
+        load_config(write(tmp_path, text))
+    assert str(caught.value).endswith(says)
+
+
 def test_the_scheduler_is_set_and_has_defaults(tmp_path: Path) -> None:
     assert parse_config({}).schedule == DEFAULT
     assert (DEFAULT.passed_over_ms, DEFAULT.passed_over_share) == (30_000, 0.1)  # nobody waits for ever

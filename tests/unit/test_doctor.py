@@ -97,6 +97,17 @@ def test_the_real_probe_on_this_machine() -> None:
     assert ("emulated in host memory: " in finding.found) == (count == 0)
 
 
+def test_who_starts_a_node_reads_what_its_machine_has_not() -> None:
+    wanted = NodeConfig(
+        gpu=GpuSection(device="host", count=1, memory="900TiB"), sandbox=SandboxSection(read=("/", "/no/where"))
+    )
+    memory, read = doctor.too_large(wanted)
+    assert memory.startswith("memory: ")
+    assert "that is more than the machine has; set [gpu] memory, count or [limits] host lower" in memory
+    assert read == "[sandbox] read has /no/where, which is not there"
+    assert doctor.too_large(NodeConfig(gpu=GpuSection(device="host", count=1, memory="1MiB"))) == []
+
+
 def test_real_gpus_take_no_host_memory() -> None:
     large = NodeConfig(gpu=GpuSection(memory="1000TiB"))
     assert doctor._memory(large, 0).state == "fail"

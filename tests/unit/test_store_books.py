@@ -265,7 +265,9 @@ def test_growth_is_counted_from_the_first_write_back(bench: Bench) -> None:
     model = bench.model(quota=500, s1=(1000, "a"))
     bench.write(model, {5: 10_000})
     bench.write(model, {6: 500})
-    with pytest.raises(ModelError, match=r"would grow to 11.2 KiB; after load.. they had 10.7 KiB"):
+    with pytest.raises(
+        ModelError, match=r"would grow to 11.2 KiB; when a request first changed them they had 10.7 KiB"
+    ):
         model.admit_write({7: 1})
     with pytest.raises(ModelError, match="larger quota"):
         model.admit(9, 5000)

@@ -149,7 +149,7 @@ class StoredModel:
         if self._baseline is not None and nbytes > self._baseline + self._quota_nbytes:
             grown, had = sizes(nbytes, self._baseline)
             raise ModelError(
-                f"the persistent tensors would grow to {grown}; after load() they had {had} and "
-                f"may grow by {size(self._quota_nbytes)}: keep less on the GPU between requests, or deploy a larger "
-                "quota"
+                f"the persistent tensors would grow to {grown}; when a request first changed them they had {had}, and "
+                f"may grow by {size(self._quota_nbytes)} since: keep less on the GPU between requests, or deploy a "
+                "larger quota"
             )
