@@ -33,9 +33,9 @@ PROMPT: Final = 128
 STREAMS: Final = 32
 ADAPTERS: Final = 8
 RANK: Final = 16
-MOST_BYTES: Final = 1.05
-LEAST_MIXED: Final = 0.65
-LEAST_TOGETHER: Final = 1.3
+MAX_BYTES: Final = 1.05
+MIN_MIXED: Final = 0.65
+MIN_TOGETHER: Final = 1.3
 LONGEST_S: Final = 120.0
 
 
@@ -294,7 +294,7 @@ def _adapters(asked: Asked, place: Path, shape: str, told: Told, quick: bool) ->
     taken_ratio = (gpu["capacity_nbytes"] - gpu["free_nbytes"] + kv[0]) / (ideal + kv[0])
     told.put(backbone=base, adapters=own, copied=copied, KV=kv[0], **{"s, each": found_s, "with granules": taken_ratio})
     off = sum(abs(copied[name] - own[name]) for name in names)
-    most, least = MOST_BYTES, LEAST_MIXED
+    most, least = MAX_BYTES, MIN_MIXED
     return [
         Goal(name="bytes that waking an adapter copies, beside its own", goal="0", measured=off, met=off == 0),
         Goal(
@@ -344,7 +344,7 @@ def _together(asked: Asked, told: Told, quick: bool) -> list[Goal]:
         ratio = statistics.median(ratios)
         told.put(**{f"together / one alone, {count} streams of each": ratios})
         name = f"turns = 2: two backbones together / one alone, {count} streams of each"
-        goals.append(Goal(name=name, goal=f">= {LEAST_TOGETHER}", measured=ratio, met=ratio >= LEAST_TOGETHER))
+        goals.append(Goal(name=name, goal=f">= {MIN_TOGETHER}", measured=ratio, met=ratio >= MIN_TOGETHER))
     return goals
 
 

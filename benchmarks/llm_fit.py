@@ -41,7 +41,7 @@ from examples import smollm2
 SEQUENCES: Final = (1, 4, 16)
 CONTEXTS: Final = (16, 128, 360)  # 16 of the longest fit the memory of `Alone`
 PROMPTS: Final = (0, 16, 32, 128, 256)
-MOST_FREE: Final = 64
+MAX_FREE: Final = 64
 """Tokens of prompts in a step that may be found to cost nothing."""
 
 GOAL: Final = 0.10
@@ -58,7 +58,7 @@ class MeasuredStep(NamedTuple):
 
 def fit(steps: Sequence[MeasuredStep]) -> StepCost:
     """Non-negative least squares of relative errors, with as many free tokens as make them least."""
-    return min((_fit(steps, free) for free in range(MOST_FREE)), key=lambda found: found[1])[0]
+    return min((_fit(steps, free) for free in range(MAX_FREE)), key=lambda found: found[1])[0]
 
 
 def _fit(steps: Sequence[MeasuredStep], free: int) -> tuple[StepCost, float]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.papers_parameters import L40_NBYTES, MOST_TOKENS
+from benchmarks.papers_parameters import L40_NBYTES, MAX_TOKENS
 from benchmarks.papers_tangram import BATCHES
 from benchmarks.pool_models import Model, language_models
 from benchmarks.report import Goal, arguments, report
@@ -38,7 +38,7 @@ Lengths = list[tuple[int, int]]
 
 
 def published(folder: Path) -> list[Lengths]:
-    """Prompts and answers of the four data sets; no request is longer than MOST_TOKENS."""
+    """Prompts and answers of the four data sets; no request is longer than MAX_TOKENS."""
     found = []
     for name in SETS:
         rows = _rows(folder / f"{name}_lengths.csv.gz")
@@ -46,7 +46,7 @@ def published(folder: Path) -> list[Lengths]:
     rows = _rows(folder / "sharegpt_lengths.csv.gz")
     natural = [row for row in rows if row["subset"] == "natural_llama3"]
     found.append([(int(row["input_tokens"]), int(row["output_tokens"])) for row in natural])
-    return [[(max(1, prompt), answer) for prompt, answer in some if prompt + answer <= MOST_TOKENS] for some in found]
+    return [[(max(1, prompt), answer) for prompt, answer in some if prompt + answer <= MAX_TOKENS] for some in found]
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
@@ -99,7 +99,7 @@ def free(model: Model, size: int, sets: Sequence[Lengths], rng: random.Random, d
         means.append(statistics.mean(had))
         worst.append(max(had))
     return {
-        "reserved": max(0, room - size * MOST_TOKENS * model.kv_nbytes),
+        "reserved": max(0, room - size * MAX_TOKENS * model.kv_nbytes),
         "on demand": room - statistics.mean(means) * block_nbytes,
         "on demand, at worst": room - max(worst) * block_nbytes,
         "room": room,

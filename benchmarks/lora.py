@@ -43,9 +43,9 @@ CLIENTS: Final = 16
 PLACE: Final = Path("build/llm/lora")
 DTYPES: Final = ("bfloat16", "float32")
 PARTS: Final = ("equal", "speed", "memory")
-LEAST_MIXED: Final = 0.65
-LEAST_TO_VLLM: Final = 1.5
-MOST_MEMORY: Final = 1.05
+MIN_MIXED: Final = 0.65
+MIN_TO_VLLM: Final = 1.5
+MAX_MEMORY: Final = 1.05
 
 Speeds = dict[str, float]
 
@@ -67,9 +67,9 @@ def speed(folder: Path, dtype: str, rounds: int) -> tuple[list[Goal], list[Speed
             print(json.dumps({"round": number, **found}), file=sys.stderr, flush=True)
             if number:  # the first warms up
                 every.append(found)
-    goals = [_ratio(every, "fused mixed", "fused base only", LEAST_MIXED)]
+    goals = [_ratio(every, "fused mixed", "fused base only", MIN_MIXED)]
     if "vllm" in names:
-        goals.append(_ratio(every, "fused mixed", "vllm mixed", LEAST_TO_VLLM))
+        goals.append(_ratio(every, "fused mixed", "vllm mixed", MIN_TO_VLLM))
     for name in every[0]:
         median = statistics.median(each[name] for each in every)
         goals.append(Goal(name=f"{name}, {CLIENTS} clients, tokens/s", goal="", measured=median, met=True))
@@ -91,7 +91,7 @@ def memory(folder: Path) -> tuple[list[Goal], dict[str, Any]]:
         found[dtype] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         ratio = found[dtype]["ratio"]
         name = f"memory / (backbone + {len(adapters)} adapters + KV in use), {dtype}"
-        goals.append(Goal(name=name, goal=f"<= {MOST_MEMORY}", measured=ratio, met=ratio <= MOST_MEMORY))
+        goals.append(Goal(name=name, goal=f"<= {MAX_MEMORY}", measured=ratio, met=ratio <= MAX_MEMORY))
     return goals, found
 
 

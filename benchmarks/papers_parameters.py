@@ -254,7 +254,7 @@ def decode_ms(of: Model) -> float:
 MEAN_TOKENS: Final = sum(TOKENS.values()) / len(TOKENS)
 """Of a request with its answer."""
 
-MOST_TOKENS: Final = 2048
+MAX_TOKENS: Final = 2048
 """The same at most: what the oldest of the models, OPT and GPT-NeoX, can have."""
 
 

@@ -11,8 +11,8 @@ from benchmarks.papers_parameters import (
     L40_NBYTES,
     LLM_BPS,
     LOCALITY,
+    MAX_TOKENS,
     MEAN_TOKENS,
-    MOST_TOKENS,
     OTHER_MS,
     RTX4090_NBYTES,
     decodes_s,
@@ -126,7 +126,7 @@ def _alone(setting: Setting, xs: Sequence[int], name: str, locality: str, **give
 
 def _locality(setting: Setting) -> list[Point]:
     found: list[Point] = []
-    for length, tokens in (("", MEAN_TOKENS), (", longest", MOST_TOKENS)):
+    for length, tokens in (("", MEAN_TOKENS), (", longest", MAX_TOKENS)):
         for name in LOCALITY:
             found += _alone(setting, BATCHES, name + length, name, batch=int, tokens=tokens)
     return found

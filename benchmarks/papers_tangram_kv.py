@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from benchmarks.papers_figures import Claim, Figure, Point, Results, Setting, points, show
-from benchmarks.papers_parameters import L40_NBYTES, LOCALITY, MEAN_TOKENS, MOST_TOKENS, decodes_s, workers
+from benchmarks.papers_parameters import L40_NBYTES, LOCALITY, MAX_TOKENS, MEAN_TOKENS, decodes_s, workers
 from benchmarks.papers_tangram import BATCHES, LOADED, TANGRAM
 from dormouse.schemas.policy import Policy
 
@@ -17,7 +17,7 @@ def _points(setting: Setting) -> list[Point]:
     minutes = setting.minutes(500)
 
     def tree(arm: str, x: int, kind: str) -> dict[str, Any]:
-        tokens = MEAN_TOKENS if arm == "+ODKV" else MOST_TOKENS
+        tokens = MEAN_TOKENS if arm == "+ODKV" else MAX_TOKENS
         return workers(1, L40_NBYTES, x, per_s=0.04, minutes=minutes, tokens=tokens)
 
     return points(setting, ARMS, BATCHES, tree, ("L3",), locality=LOCALITY["L3"], decodes_s=decodes_s())

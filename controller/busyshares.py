@@ -7,7 +7,7 @@ WINDOW_S: Final = 60
 """What a person who looks at `dormouse top` means by now, and many statements of an executor."""
 
 SLOT_S: Final = 1
-MOST: Final = 20
+MAX: Final = 20
 """Functions that are told one by one; there may be hundreds."""
 
 
@@ -38,8 +38,8 @@ class BusyShares:
         return {
             "seconds": WINDOW_S,
             "share": _share(sum(spent.values())),
-            "functions": {name: _share(gpu_us) for name, gpu_us in first[:MOST]},
-            "others": max(0, len(first) - MOST),
+            "functions": {name: _share(gpu_us) for name, gpu_us in first[:MAX]},
+            "others": max(0, len(first) - MAX),
         }
 
     @staticmethod

@@ -15,7 +15,7 @@ from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.startup import keep_drained_gpus, read_drained_gpus
 from dormouse.schemas import messages as m
 
-MOST: Final = 64
+MAX: Final = 64
 """Who wait at once; who asked first is told how far it is."""
 
 
@@ -64,7 +64,7 @@ class DrainedGpus:
         if not asked.waits:
             self._answer(asked.query, number)
         self.look()
-        while len(self._waiting) > MOST:
+        while len(self._waiting) > MAX:
             self._answer(*self._waiting[0])
 
     def look(self) -> None:

@@ -19,7 +19,7 @@ BRING_S: Final = 50.0
 AWAY_S: Final = 600.0
 """So long nothing brings a model back that somebody had leave, but a request."""
 
-MOST: Final = 64
+MAX: Final = 64
 """Asked for at once; who asked first is answered no more."""
 
 
@@ -49,7 +49,7 @@ class ModelMoves:
 
     def brings(self, query: int, function: str, until_s: float) -> None:
         self._bringing[query] = function, until_s
-        if len(self._bringing) > MOST:
+        if len(self._bringing) > MAX:
             self._bringing.popitem(last=False)
 
     def brought(self, function: str) -> list[int]:
@@ -61,7 +61,7 @@ class ModelMoves:
 
     def leaves(self, query: int, leaving: ModelLeaves) -> None:
         self._leaving[query] = leaving
-        if len(self._leaving) > MOST:
+        if len(self._leaving) > MAX:
             self._leaving.popitem(last=False)
 
     def left_gpu(self, query: int, gpu: int, left_nbytes: int) -> ModelLeaves | None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-MOST: Final = 32
+MAX: Final = 32
 NBYTES: Final = 8 << 10
 """Of all headers of an answer, names included."""
 
@@ -35,8 +35,8 @@ def wrong(status: int, headers: Mapping[str, str], least: int = 200) -> str:
     """Why an answer cannot have these; "" if it can. Names are in small letters."""
     if not least <= status <= 499:
         return f"the status {status}: a function answers with {least} to 499"
-    if len(headers) > MOST or sum(len(name) + len(value) + 4 for name, value in headers.items()) > NBYTES:
-        return f"{len(headers)} headers: an answer has at most {MOST}, together {NBYTES >> 10} KiB"
+    if len(headers) > MAX or sum(len(name) + len(value) + 4 for name, value in headers.items()) > NBYTES:
+        return f"{len(headers)} headers: an answer has at most {MAX}, together {NBYTES >> 10} KiB"
     for name, value in headers.items():
         if not _NAME.fullmatch(name):
             return f"a header called {name[:80]!r}: that is no name of one"

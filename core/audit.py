@@ -25,7 +25,7 @@ REFUSED_AT_ONCE: Final = 100
 REFUSED_S: Final = 0.1
 """Then one line in ten seconds, of 400 bytes at most: eight files hold three months of it."""
 
-MOST_CHARS: Final = 200
+MAX_CHARS: Final = 200
 """Of a name or an address that somebody sent."""
 
 
@@ -47,10 +47,10 @@ class Audit:
             return
         line: dict[str, Any] = {
             "at": f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
-            "who": who[:MOST_CHARS],
-            "from": origin[:MOST_CHARS],
+            "who": who[:MAX_CHARS],
+            "from": origin[:MAX_CHARS],
             "act": act,
-            "name": name[:MOST_CHARS],
+            "name": name[:MAX_CHARS],
             "outcome": outcome,
             **more,
         }

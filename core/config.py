@@ -16,7 +16,7 @@ from dormouse.core.sandbox.world import World
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
-LEAST_NBYTES: Final = {"buddy": 128 << 20, "pages": 2 << 20}
+MIN_NBYTES: Final = {"buddy": 128 << 20, "pages": 2 << 20}
 """A partition of the block scheme, a small granule: a pool that is smaller has no room at all."""
 
 _UNITS: Final = {
@@ -33,7 +33,7 @@ _UNITS: Final = {
 }
 
 
-MOST_NBYTES: Final = 1 << 63
+MAX_NBYTES: Final = 1 << 63
 """What fits no signed integer of a message, and no machine."""
 
 YEAR_MS: Final = 365 * 24 * 3_600_000
@@ -46,7 +46,7 @@ def parse_nbytes(text: str | int) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
-    if nbytes >= MOST_NBYTES:
+    if nbytes >= MAX_NBYTES:
         raise ConfigError(f"{text} is more than any machine has; write less than 8 EiB")
     return int(nbytes)
 

@@ -23,12 +23,12 @@ from dormouse.schemas.errors import ConfigError
 
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
-MOST_KEYS: Final = 10_000
-MOST_REVOKED: Final = 1000
+MAX_KEYS: Final = 10_000
+MAX_REVOKED: Final = 1000
 """Revoked keys that are remembered, the latest: one at least must be, because it tells that keys were wanted."""
 
-MOST_PATTERNS: Final = 64
-MOST_RATE: Final = 1_000_000.0
+MAX_PATTERNS: Final = 64
+MAX_RATE: Final = 1_000_000.0
 SECRET_NBYTES: Final = 20
 _PATTERN: Final = re.compile(r"[A-Za-z0-9*?._-]{1,63}")
 _TOKEN: Final = re.compile(rb"dm_([0-9a-f]{12})_([0-9a-f]{%d})" % (2 * SECRET_NBYTES))
@@ -54,15 +54,15 @@ def mint(wish: Wish, made_by: str, now_s: float) -> tuple[Key, str]:
     """A new key, and its token, which is kept nowhere. Raises ConfigError naming what is wrong."""
     if not wish.scopes:
         raise ConfigError(f"a key needs a scope; write some of {', '.join(SCOPES)}")
-    if not 1 <= len(wish.functions) <= MOST_PATTERNS:
-        raise ConfigError(f"a key names 1 to {MOST_PATTERNS} functions or patterns; '*' is all")
+    if not 1 <= len(wish.functions) <= MAX_PATTERNS:
+        raise ConfigError(f"a key names 1 to {MAX_PATTERNS} functions or patterns; '*' is all")
     for pattern in wish.functions:
         if not _PATTERN.fullmatch(pattern):
             raise ConfigError(f"{pattern!r} is no function's name and no pattern; write such as chat or chat-*")
     if wish.tenant is not None and not NAME.fullmatch(wish.tenant):
         raise ConfigError(f"{wish.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'")
-    if not 0 <= wish.rate_s <= MOST_RATE or not 0 <= wish.burst <= MOST_RATE:
-        raise ConfigError(f"rate and burst are numbers from 0, which is no limit, to {MOST_RATE:,.0f}")
+    if not 0 <= wish.rate_s <= MAX_RATE or not 0 <= wish.burst <= MAX_RATE:
+        raise ConfigError(f"rate and burst are numbers from 0, which is no limit, to {MAX_RATE:,.0f}")
     if wish.burst and not wish.rate_s:
         raise ConfigError("a burst needs a rate; give --rate, in requests per second")
     if len(wish.note) > 200 or not wish.note.isprintable():
@@ -147,8 +147,8 @@ class KeyFile:
 
     def create(self, wish: Wish, made_by: str, now_s: float) -> tuple[Key, str]:
         """A new key and its token, which can be read nowhere afterwards. Raises ConfigError, OSError."""
-        if sum(key.revoked_s is None for key in self._by_id.values()) >= MOST_KEYS:
-            raise ConfigError(f"there are {MOST_KEYS:,} keys; revoke some (`dormouse keys revoke ID`)")
+        if sum(key.revoked_s is None for key in self._by_id.values()) >= MAX_KEYS:
+            raise ConfigError(f"there are {MAX_KEYS:,} keys; revoke some (`dormouse keys revoke ID`)")
         key, token = mint(wish, made_by, now_s)
         self._write([*self._by_id.values(), key])
         return key, token
@@ -163,7 +163,7 @@ class KeyFile:
 
     def _write(self, keys: Sequence[Key]) -> None:
         revoked = sorted((key for key in keys if key.revoked_s is not None), key=lambda key: key.revoked_s or 0.0)
-        forgotten = {key.id for key in revoked[:-MOST_REVOKED]}
+        forgotten = {key.id for key in revoked[:-MAX_REVOKED]}
         kept = [key for key in keys if key.id not in forgotten]
         write_whole(self._path, msgspec.json.format(msgspec.json.encode(kept)))
         self._by_id = {key.id: key for key in kept}

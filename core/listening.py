@@ -59,7 +59,7 @@ HEIR_FD: Final = "DORMOUSE_HEIR_FD"
 LEGACY_FD: Final = "DORMOUSE_LEGACY_FD"
 """Where such a successor finds that."""
 
-MOST_FDS: Final = 200
+MAX_FDS: Final = 200
 """In one packet; the kernel takes 253."""
 
 
@@ -92,7 +92,7 @@ class HandedSockets:
         """It is the successor's at the next :meth:`flush`; ours stays open. False if there is no room: the kernel takes
         some hundred packets, so each has many.
         """
-        if self._end is None or (len(self._collected) >= MOST_FDS and not self.flush()):
+        if self._end is None or (len(self._collected) >= MAX_FDS and not self.flush()):
             return False
         try:
             self._collected.append(os.dup(fd))
@@ -118,7 +118,7 @@ class HandedSockets:
         found: list[int] = []
         while self._end is not None:
             try:
-                data, fds, _, _ = socket.recv_fds(self._end, 16, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, _, _ = socket.recv_fds(self._end, 16, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except OSError:
                 return found
             if not data:

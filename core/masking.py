@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-LEAST_NBYTES: Final = 4
+MIN_NBYTES: Final = 4
 """What is shorter stands in any text by chance: it could not be masked."""
 
 LINE_NBYTES: Final = 8
@@ -44,9 +44,9 @@ class SecretMask:
                 chain = chain[:-1]
             chain = self._chains[form] = (*chain, form)
         self._longest = max(map(len, self._sorted), default=0)
-        self._starts = {form[:size] for form in self._sorted for size in range(1, LEAST_NBYTES)}
-        self._heads = {form[:LEAST_NBYTES] for form in self._sorted}
-        places = [{form[at] for form in self._sorted} for at in range(LEAST_NBYTES)]
+        self._starts = {form[:size] for form in self._sorted for size in range(1, MIN_NBYTES)}
+        self._heads = {form[:MIN_NBYTES] for form in self._sorted}
+        places = [{form[at] for form in self._sorted} for at in range(MIN_NBYTES)]
         first, *after = [b"[%b]" % b"".join(re.escape(bytes([each])) for each in sorted(place)) for place in places]
         self._maybe = re.compile(b"%b(?=%b)" % (first, b"".join(after)) if self._sorted else rb"(?!)")
         self._held = b""
@@ -85,7 +85,7 @@ class SecretMask:
         out: list[bytes] = []
         while found := self._maybe.search(data, at):
             at = found.start()
-            if data[at : at + LEAST_NBYTES] not in self._heads:
+            if data[at : at + MIN_NBYTES] not in self._heads:
                 at += 1
                 continue
             form, more = self._at(data[at : at + self._longest])
@@ -100,7 +100,7 @@ class SecretMask:
             at = done = at + len(form)
             after = instead
         else:
-            ends = range(max(done, len(data) - LEAST_NBYTES + 1), len(data))
+            ends = range(max(done, len(data) - MIN_NBYTES + 1), len(data))
             at = len(data) if whole else next((at for at in ends if data[at:] in self._starts), len(data))
         out.append(data[done:at])
         return b"".join(out), data[at:], after if at == done else b""
@@ -124,7 +124,7 @@ def _forms(value: str) -> list[bytes]:
     written = [repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False)]
     forms = [value, value.strip(), *(text[1:-1] for text in written)]
     found = [form.encode() for form in dict.fromkeys([*forms, *lines])]
-    return [form for form in found if len(form) >= LEAST_NBYTES]
+    return [form for form in found if len(form) >= MIN_NBYTES]
 
 
 def _pieces(form: bytes) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dormouse.core import exposure, nottoml, tenants
-from dormouse.core.config import LEAST_NBYTES, YEAR_MS, NodeConfig, StartSection, TenantSection, parse_nbytes
+from dormouse.core.config import MIN_NBYTES, YEAR_MS, NodeConfig, StartSection, TenantSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import ISOLATIONS
@@ -136,7 +136,7 @@ def _slips(config: NodeConfig) -> Iterator[str]:
             yield f"{label} is {value!r}; write {' or '.join(choices)}"
     for key, trouble in exposure.slips(config.node):
         yield f"node.{key} {trouble}"
-    least = LEAST_NBYTES.get(gpu.pool, 0)
+    least = MIN_NBYTES.get(gpu.pool, 0)
     if gpu.memory and parse_nbytes(gpu.memory) < least:
         yield (
             f"gpu.memory is {gpu.memory}, in which a pool of the kind {gpu.pool} can keep nothing; write at least "

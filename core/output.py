@@ -11,7 +11,7 @@ from dormouse.core.errortext import gist
 from dormouse.core.terminal import harmless, harmless_json, own
 from dormouse.schemas.errors import DormouseError
 
-LEAST_LAST: Final = 12
+MIN_LAST: Final = 12
 """Characters of a table's last column beside which the others stand on one line."""
 
 SHORT: Final = 12
@@ -95,7 +95,7 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     console = Console(file=own(sys.stdout), markup=False, emoji=False)  # cells are text, whatever they have in brackets
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     narrow = sum(widths) + 2 * (len(widths) - 1) > console.width
-    whole = sum(widths[:-1]) + len(widths) + LEAST_LAST <= console.width
+    whole = sum(widths[:-1]) + len(widths) + MIN_LAST <= console.width
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=narrow)
     fitted = None if whole or not narrow else _fitted(columns, cells, console.width)
     for place, column in enumerate(columns):

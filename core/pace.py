@@ -6,7 +6,7 @@ what steps took.
 from collections.abc import Iterable
 from typing import Final
 
-LEAST: Final = 4
+MIN: Final = 4
 """Tokens in any case: a prompt always gets on. Beside eight sequences on two cores the last of 2,000 tokens cost as
 much as a fifth of a step each.
 """
@@ -73,7 +73,7 @@ class Pace:
         """In the next step."""
         if not self._plain_ms or not self._more_ms:
             return min(most, FEW)
-        return min(most, max(LEAST, int(_SHARE * self._plain_ms * self._tokens / self._more_ms)))
+        return min(most, max(MIN, int(_SHARE * self._plain_ms * self._tokens / self._more_ms)))
 
 
 def _mean(old: float, new: float) -> float:

@@ -17,7 +17,7 @@ ENOUGH: Final = 20
 FEW: Final = 5
 """Failures, before it is said that a function fails: in a row, or half of the window's answers and more."""
 
-LEAST_DISK_NBYTES: Final = 64 << 20
+MIN_DISK_NBYTES: Final = 64 << 20
 """Of the state directory's disk: a function's files, jobs and logs soon find none."""
 
 LONG_MS: Final = 1000.0
@@ -95,7 +95,7 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
         yield f"{role} does not start, and is tried again: {text}"
     for role in node.get("gone", ()):
         yield f"{role} has ended, and is started again"
-    if (left := node.get("disk_free_nbytes")) is not None and left < LEAST_DISK_NBYTES:
+    if (left := node.get("disk_free_nbytes")) is not None and left < MIN_DISK_NBYTES:
         yield f"the disk of {node['state']} has {size(left)} left: deploys, jobs and logs need it; make room"
     if why := node.get("tracing", {}).get("trouble"):
         yield f"traces are not taken by {node['tracing']['endpoint']}: {why}"

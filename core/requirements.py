@@ -14,11 +14,11 @@ from packaging.utils import canonicalize_name
 
 from dormouse.core import nottoml
 
-MOST_NBYTES: Final = 32 << 10
-MOST_PROJECT_NBYTES: Final = 256 << 10
+MAX_NBYTES: Final = 32 << 10
+MAX_PROJECT_NBYTES: Final = 256 << 10
 """Of a pyproject.toml, which has more in it."""
 
-MOST_LINES: Final = 500
+MAX_LINES: Final = 500
 
 CUDA: Final = re.compile(r"nvidia-.*|triton|pytorch-triton|cuda-.*")
 """What a build of torch for GPUs brings along."""
@@ -27,7 +27,7 @@ _HASH: Final = re.compile(r"\s--hash[= ](\w+:[0-9a-fA-F]+)(?=\s|$)")
 _NOT_WRITTEN: Final = re.compile(r"\$\{|\s-")
 """pip puts a variable of its environment in the place of ``${NAME}``, and what follows a dash is an option."""
 
-MOST_DOTS: Final = 200
+MAX_DOTS: Final = 200
 """In a line of TOML: tomllib's time grows with the square of a name's parts, a.b.c, and with each line below it."""
 
 
@@ -41,8 +41,8 @@ class RequirementsRefused(Exception):
 
 def of_project(text: str) -> str:
     """The dependencies that a pyproject.toml names, one a line. Raises RequirementsRefused."""
-    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):  # no name goes over a line's end
-        said = f"a line of pyproject.toml has more than {MOST_DOTS} dots; write its dependencies one a line"
+    if any(line.count(".") > MAX_DOTS for line in text.split("\n")):  # no name goes over a line's end
+        said = f"a line of pyproject.toml has more than {MAX_DOTS} dots; write its dependencies one a line"
         raise RequirementsRefused("bad_requirements", said)
     try:
         project = tomllib.loads(text.removeprefix("\ufeff")).get("project", {})
@@ -66,11 +66,11 @@ def of_project(text: str) -> str:
 
 def checked(text: str, torch: str) -> str:
     """The requirements, one a line, or ""; ``torch`` is the node's version. Raises RequirementsRefused."""
-    if len(text.encode()) > MOST_NBYTES:
-        raise RequirementsRefused("bad_requirements", f"the requirements have more than {MOST_NBYTES:,} bytes")
+    if len(text.encode()) > MAX_NBYTES:
+        raise RequirementsRefused("bad_requirements", f"the requirements have more than {MAX_NBYTES:,} bytes")
     lines = list(_lines(text))
-    if len(lines) > MOST_LINES:
-        raise RequirementsRefused("bad_requirements", f"there are {len(lines)} requirements; at most {MOST_LINES}")
+    if len(lines) > MAX_LINES:
+        raise RequirementsRefused("bad_requirements", f"there are {len(lines)} requirements; at most {MAX_LINES}")
     return "".join(f"{_checked(line, torch)}\n" for line in lines)
 
 

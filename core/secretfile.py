@@ -23,16 +23,16 @@ from dormouse.core.times import utc
 from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
-LEAST_NBYTES: Final = 4
+MIN_NBYTES: Final = 4
 """What is shorter stands in any text by chance: it could not be masked."""
 
-MOST_NBYTES: Final = 32 << 10
+MAX_NBYTES: Final = 32 << 10
 """Of a secret, and of a function's variables together: they travel in one packet."""
 
-MOST_SECRETS: Final = 1000
+MAX_SECRETS: Final = 1000
 """Of a tenant."""
 
-MOST_TENANT_NBYTES: Final = 1 << 20
+MAX_TENANT_NBYTES: Final = 1 << 20
 """Of all values of a tenant, as they are sealed: the whole file is written with each change, and is in memory."""
 
 KEY_NBYTES: Final = 32
@@ -110,19 +110,19 @@ class SecretFile:
     def set(self, tenant: str, name: str, value: str, by: str, now_s: float) -> None:
         """Raises ConfigError, OSError."""
         checked_variable(name, "a secret's name, which is that of an environment variable")
-        if "\0" in value or not LEAST_NBYTES <= len(value.encode()) <= MOST_NBYTES:
+        if "\0" in value or not MIN_NBYTES <= len(value.encode()) <= MAX_NBYTES:
             raise ConfigError(
-                f"a secret is text of {LEAST_NBYTES} to {MOST_NBYTES:,} bytes without NUL; this has "
+                f"a secret is text of {MIN_NBYTES} to {MAX_NBYTES:,} bytes without NUL; this has "
                 f"{len(value.encode()):,}"
             )
         kept = [each for each in self.all() if (each.tenant, each.name) != (tenant, name)]
-        if sum(each.tenant == tenant for each in kept) >= MOST_SECRETS:
-            raise ConfigError(f"tenant {tenant!r} has {MOST_SECRETS:,} secrets; remove some (`dormouse secret rm`)")
+        if sum(each.tenant == tenant for each in kept) >= MAX_SECRETS:
+            raise ConfigError(f"tenant {tenant!r} has {MAX_SECRETS:,} secrets; remove some (`dormouse secret rm`)")
         sealed = _sealed(self._own_key(), tenant, name, value)
         nbytes = len(sealed) + sum(len(each.sealed) for each in kept if each.tenant == tenant)
-        if nbytes > MOST_TENANT_NBYTES:
+        if nbytes > MAX_TENANT_NBYTES:
             raise ConfigError(
-                f"the secrets of tenant {tenant!r} would have {nbytes:,} bytes, and may have {MOST_TENANT_NBYTES:,}; "
+                f"the secrets of tenant {tenant!r} would have {nbytes:,} bytes, and may have {MAX_TENANT_NBYTES:,}; "
                 "remove some (`dormouse secret rm`)"
             )
         self._write([*kept, SealedSecret(tenant=tenant, name=name, sealed=sealed, set_s=now_s, set_by=by)])

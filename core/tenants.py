@@ -9,14 +9,14 @@ from dormouse.core.config import NodeConfig, TenantSection, parse_nbytes
 from dormouse.core.names import NAME
 from dormouse.schemas.errors import ConfigError
 
-MOST_TENANTS: Final = 1024
+MAX_TENANTS: Final = 1024
 """More are taken for a slip."""
 
 
 def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
     """What cannot be meant, each beginning with its key. ``several``: the node serves more than one."""
-    if len(tenants) > MOST_TENANTS:
-        yield f"tenants has {len(tenants)} entries; write at most {MOST_TENANTS}"
+    if len(tenants) > MAX_TENANTS:
+        yield f"tenants has {len(tenants)} entries; write at most {MAX_TENANTS}"
     if len(tenants) > 1 and not several:
         names = ", ".join(sorted(tenants))
         yield f'tenants has {names}, but the node serves one tenant; write [node] tenants = "many", or one of them'

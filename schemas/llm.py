@@ -25,25 +25,25 @@ GENERATION_CONFIGS: Final = ("auto", "none")
 ISOLATIONS: Final = ("tenant", "function")
 """Of language models: equal ones of a tenant share a runtime, or each function has its own."""
 
-MOST: Final = 1 << 24
+MAX: Final = 1 << 24
 """Of anything that is counted: ten times the largest vocabulary."""
 
-MOST_LAYERS: Final = 1024
+MAX_LAYERS: Final = 1024
 """Eight times as many as any model has: each costs memory before a weight is there."""
 
 _ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 _LAYERS: Final = ("full_attention", "sliding_attention")
 
-MOST_RANK: Final = 256
+MAX_RANK: Final = 256
 """Of an adapter: what it saves over a full weight is little by then."""
 
-MOST_MODULES: Final = 16 * MOST_LAYERS
+MAX_MODULES: Final = 16 * MAX_LAYERS
 """That an adapter changes: twice as many as a layer of any family has."""
 
-MOST_NAME: Final = 512
+MAX_NAME: Final = 512
 """Characters in the name of a parameter."""
 
-MOST_LOGPROBS: Final = 20
+MAX_LOGPROBS: Final = 20
 """The most probable tokens that are told with each token of an answer: as many as OpenAI's interface has."""
 
 
@@ -69,11 +69,11 @@ Check = Callable[[Any], bool]
 
 
 def _count(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST
+    return type(value) is int and 0 < value <= MAX
 
 
 def _layer_count(value: Any) -> bool:
-    return _count(value) and value <= MOST_LAYERS
+    return _count(value) and value <= MAX_LAYERS
 
 
 def _maybe_count(value: Any) -> bool:
@@ -81,7 +81,7 @@ def _maybe_count(value: Any) -> bool:
 
 
 def _token(value: Any) -> bool:
-    return value is None or (type(value) is int and -1 <= value <= MOST)
+    return value is None or (type(value) is int and -1 <= value <= MAX)
 
 
 def _number(value: Any) -> bool:
@@ -101,7 +101,7 @@ def _activation(value: Any) -> bool:
 
 
 def _layers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_LAYERS and all(each in _LAYERS for each in value)
+    return isinstance(value, list) and len(value) <= MAX_LAYERS and all(each in _LAYERS for each in value)
 
 
 def _any(value: Any) -> bool:
@@ -214,7 +214,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"{self.family}: {self.heads} attention heads have no room in the hidden size")
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads")
-        if not 0 < self.context <= MOST:
+        if not 0 < self.context <= MAX:
             raise ConfigError(f"a context of {self.context} tokens")
         if "rope_parameters" in self.config:
             why = rope.why_not(self.config["rope_parameters"], self.family, self.head_dim, self.context)
@@ -272,10 +272,10 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def check(self) -> None:
         """Raises ConfigError."""
-        if not 0 < len(self.name) <= MOST_NAME:
+        if not 0 < len(self.name) <= MAX_NAME:
             raise ConfigError(f"an adapter's module has a name of {len(self.name)} characters")
-        if not 0 < self.rank <= MOST_RANK:
-            raise ConfigError(f"the rank of {self.name} is {self.rank}; 1 to {MOST_RANK} are served")
+        if not 0 < self.rank <= MAX_RANK:
+            raise ConfigError(f"the rank of {self.name} is {self.rank}; 1 to {MAX_RANK} are served")
         if not math.isfinite(self.scale) or self.scale == 0:
             raise ConfigError(f"the scale of {self.name} is {self.scale}: it would change nothing, or everything")
         if self.bias and self.kind == "embedding":
@@ -319,7 +319,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def check_size(self) -> None:
         """Raises ConfigError."""
-        if not 0 < len(self.modules) <= MOST_MODULES or len(self.replaced) > MOST_MODULES:
+        if not 0 < len(self.modules) <= MAX_MODULES or len(self.replaced) > MAX_MODULES:
             raise ConfigError(f"an adapter of {len(self.modules)} modules and {len(self.replaced)} parameters")
 
     @property
@@ -336,5 +336,5 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for names in ([module.name for module in self.modules], self.replaced):
             if len(set(names)) < len(names):
                 raise ConfigError("an adapter names a module or a parameter twice")
-        if any(not 0 < len(name) <= MOST_NAME for name in self.replaced):
+        if any(not 0 < len(name) <= MAX_NAME for name in self.replaced):
             raise ConfigError("an adapter replaces a parameter whose name is empty, or too long")

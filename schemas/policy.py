@@ -10,10 +10,10 @@ from dormouse.schemas.errors import ConfigError
 
 ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "rrc-deadline", "effort")
 PLACEMENTS: Final = ("completion", "torpor", "tangram", "random", "bound")
-MOST: Final = 1 << 40
+MAX: Final = 1 << 40
 """Of a window, and of milliseconds: thirty years."""
 
-MOST_TURNS: Final = 16
+MAX_TURNS: Final = 16
 """Streams of commands that one compute thread can still serve side by side."""
 
 OFFLOADS: Final = ("ahead", "asked", "never")
@@ -116,10 +116,10 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("batch_size", policy.batch_size, 1),
         ("batch_delay_ms", policy.batch_delay_ms, 0),
     ):
-        if not least <= number <= MOST:
-            raise ConfigError(f"{origin}: {label} is {number}; write a number from {least} to {MOST}")
-    if not 1 <= policy.turns <= MOST_TURNS:
-        raise ConfigError(f"{origin}: turns is {policy.turns}; write a number from 1 to {MOST_TURNS}")
+        if not least <= number <= MAX:
+            raise ConfigError(f"{origin}: {label} is {number}; write a number from {least} to {MAX}")
+    if not 1 <= policy.turns <= MAX_TURNS:
+        raise ConfigError(f"{origin}: turns is {policy.turns}; write a number from 1 to {MAX_TURNS}")
     for label, number, least in (("batch_size", policy.batch_size, 1), ("batch_delay_ms", policy.batch_delay_ms, 0)):
         if number != least and policy.batching != "fixed":
             raise ConfigError(f'{origin}: {label} is {number}; write batching = "fixed", or leave it out')

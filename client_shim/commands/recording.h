@@ -29,7 +29,7 @@ struct World {
 World world;
 auto& hidden_paths = *new std::vector<std::string>();  // call_sites.py
 auto& hidden = *new std::unordered_map<PyObject*, bool>();
-constexpr size_t MOST_HIDDEN = 1 << 16;
+constexpr size_t MAX_HIDDEN = 1 << 16;
 
 struct Looked {
   PyObject* code = nullptr;
@@ -48,7 +48,7 @@ bool is_hidden_slowly(PyObject* code) {
     result = text[0] == '<';
     for (const std::string& path : hidden_paths) result = result || std::strncmp(text, path.c_str(), path.size()) == 0;
   }
-  if (hidden.size() >= MOST_HIDDEN) {
+  if (hidden.size() >= MAX_HIDDEN) {
     std::unordered_map<PyObject*, bool> old;  // whoever waits for the death of one may record something
     std::swap(old, hidden);
     for (Looked& each : looked) each = {};

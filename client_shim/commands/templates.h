@@ -18,11 +18,11 @@
 
 namespace {
 
-constexpr size_t MOST_TEMPLATES = 256;
-constexpr int MOST_NEEDED = 64;
-constexpr size_t MOST_OLDS = 256;
+constexpr size_t MAX_TEMPLATES = 256;
+constexpr int MAX_NEEDED = 64;
+constexpr size_t MAX_OLDS = 256;
 constexpr int64_t OLD = -(int64_t{1} << 42);  // the first storage that the lease had before; the next one is below
-constexpr size_t MOST_STALLS = 32;  // of several executors
+constexpr size_t MAX_STALLS = 32;  // of several executors
 
 // How the number of a storage that the lease had before is foreseen: it was so the last times.
 enum Foreseen { BY_DISTANCE, BY_LEASE, BY_NUMBER };
@@ -224,7 +224,7 @@ void keep(Tape* tape, const Plan& plan, const Call& call, int64_t first) {
   Segment& segment = *tape->segment;
   segment.operations++;
   const bool large = static_cast<long long>(segment.words.size()) > settings.most_words;
-  if (large || segment.olds.size() > MOST_OLDS) segment.kept = false;
+  if (large || segment.olds.size() > MAX_OLDS) segment.kept = false;
   if (!segment.kept) return;
   segment.words.push_back(plan.serial);
   for (const Operand& operand : call.operands) segment.words.push_back(word_of(tape, operand));
@@ -364,7 +364,7 @@ void learn(Tape* tape) {
     }
     Sight now{segment.olds, segment.base, tape->lease_first_id};
     if (known->words != segment.words || !foresee(*known, now)) {
-      if (known->id) known->needed = std::min<long long>(2 * known->needed, MOST_NEEDED);
+      if (known->id) known->needed = std::min<long long>(2 * known->needed, MAX_NEEDED);
       known->id = known->told = known->seen = 0;
       known->words = segment.words;
       known->foreseen.assign(segment.olds.size(), BY_DISTANCE);
@@ -374,7 +374,7 @@ void learn(Tape* tape) {
     known->used = ++template_clock;
     known->hash = hash;
     if (++known->seen >= known->needed && !known->id) known->id = ++last_template;
-    if (templates.size() > MOST_TEMPLATES) forget_oldest();
+    if (templates.size() > MAX_TEMPLATES) forget_oldest();
   }
   segment.before = hash;
 }
@@ -435,7 +435,7 @@ PyObject* tape_stalls(PyObject*, PyObject* arguments) {
   long long number, position;
   if (!PyArg_ParseTuple(arguments, "LL", &number, &position)) return nullptr;
   for (auto& [_, known] : templates) {
-    const bool more = known->id == number && number && known->stalls.size() < MOST_STALLS;
+    const bool more = known->id == number && number && known->stalls.size() < MAX_STALLS;
     if (more && position >= 0) known->stalls.push_back(static_cast<size_t>(position));
   }
   Py_RETURN_NONE;

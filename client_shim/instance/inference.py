@@ -22,9 +22,9 @@ from dormouse.client_shim.instance.signatures import BF16, BYTES, NAMES, NUMBERS
 from dormouse.core.quantities import size
 from dormouse.schemas.open_inference import ALL, InferenceKind, InferredKind
 
-MOST_TENSORS: Final = 1000
+MAX_TENSORS: Final = 1000
 
-MOST_ELEMENTS: Final = (1 << 60) - 1
+MAX_ELEMENTS: Final = (1 << 60) - 1
 """Of a shape: NumPy makes no array whose lengths other than 0, of eight bytes each, come to more than 2^63 - 1."""
 
 _UNSUPPORTED: Final = ("shared_memory_region", "classification")
@@ -179,8 +179,8 @@ def _asked(json: memoryview) -> InferenceRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         codec.decode(json)  # says what is wrong
         raise
-    if len(asked.inputs) > MOST_TENSORS or len(asked.outputs) > MOST_TENSORS:
-        raise wrong(f"a request may have {MOST_TENSORS} inputs and outputs")
+    if len(asked.inputs) > MAX_TENSORS or len(asked.outputs) > MAX_TENSORS:
+        raise wrong(f"a request may have {MAX_TENSORS} inputs and outputs")
     for what, tensors in (("input", asked.inputs), ("output", asked.outputs)):
         names = [each.name for each in tensors]
         if len(set(names)) != len(names):
@@ -201,9 +201,9 @@ def _tensors(asked: InferenceRequest, rest: memoryview) -> Tensors:
         if each.datatype not in signatures.DATATYPES:
             text = f"input {each.name[:100]!r} is of the datatype {each.datatype[:20]!r}; there are"
             raise wrong(f"{text} {', '.join(signatures.DATATYPES)}")
-        if len(each.shape) > 32 or any(not 0 <= length <= MOST_ELEMENTS for length in each.shape):
+        if len(each.shape) > 32 or any(not 0 <= length <= MAX_ELEMENTS for length in each.shape):
             raise wrong(f"input {each.name[:100]!r} has a shape that is none: {str(each.shape)[:400]}")
-        if math.prod(length or 1 for length in each.shape) > MOST_ELEMENTS:  # NumPy counts so, also where one is 0
+        if math.prod(length or 1 for length in each.shape) > MAX_ELEMENTS:  # NumPy counts so, also where one is 0
             raise wrong(f"input {each.name[:100]!r} has a shape of too many elements: {str(each.shape)[:400]}")
         nbytes = each.parameters.get("binary_data_size")
         if (nbytes is None) is (each.data is msgspec.UNSET):

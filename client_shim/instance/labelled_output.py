@@ -16,7 +16,7 @@ from typing import Any, Final, TextIO
 from dormouse.client_shim.instance import context
 from dormouse.core.loglabels import NOBODYS
 
-MOST_TEXTS: Final = 1024
+MAX_TEXTS: Final = 1024
 """Of one file, that wait for their line's end."""
 
 
@@ -49,7 +49,7 @@ class _LabelledBuffer(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         with self._lock:
-            if (label := context.label()) not in self._texts and len(self._texts) >= MOST_TEXTS:
+            if (label := context.label()) not in self._texts and len(self._texts) >= MAX_TEXTS:
                 self._flush_all()  # left by threads of requests that have ended
             text = self._texts.setdefault(label, bytearray())
             text += data

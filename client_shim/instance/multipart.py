@@ -18,7 +18,7 @@ logging.getLogger("python_multipart.multipart").disabled = True  # what is wrong
 STEP_NBYTES: Final = 256 << 10
 """Of the body, given to the parser at a time: a copy that stays in the cache."""
 
-MOST_PARTS: Final = 1000
+MAX_PARTS: Final = 1000
 """As many as other servers take: each costs far more than its bytes."""
 
 
@@ -70,8 +70,8 @@ class _FormReader:
             parser.write(self._piece)
 
     def _begin(self) -> None:
-        if len(self.parts) == MOST_PARTS:
-            raise BadMultipart(f"it has more than {MOST_PARTS} parts; send fewer")
+        if len(self.parts) == MAX_PARTS:
+            raise BadMultipart(f"it has more than {MAX_PARTS} parts; send fewer")
         self._headers, self._start, self._nbytes, self._early = {}, None, 0, b""
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from dormouse.client_shim.llm.folder import BadFolder, read_json
 
 CONFIG: Final = "adapter_config.json"
-MOST_PATTERNS: Final = 4096
+MAX_PATTERNS: Final = 4096
 """In one field: four times the modules of the largest dense models, as some tools name each."""
 
 _REFUSED: Final = {
@@ -102,8 +102,8 @@ def read_config(folder: str) -> AdapterConfig:
 def _check_lists(config: AdapterConfig) -> None:
     for name in AdapterConfig.__struct_fields__:
         value = getattr(config, name)
-        if isinstance(value, list | dict) and len(value) > MOST_PATTERNS:
-            raise BadFolder(f"{CONFIG}: {name} has {len(value):,} entries, more than {MOST_PATTERNS:,}")
+        if isinstance(value, list | dict) and len(value) > MAX_PATTERNS:
+            raise BadFolder(f"{CONFIG}: {name} has {len(value):,} entries, more than {MAX_PATTERNS:,}")
     chosen = config.layers_to_transform not in (None, [])
     if chosen and isinstance(config.target_modules, str):
         raise BadFolder(f"{CONFIG}: layers_to_transform goes with a list of target_modules, not with a pattern")

@@ -25,7 +25,7 @@ from dormouse.core.modelfolder import PICKLED
 MAX_HEADER_NBYTES: Final = 16 << 20
 """A hundred bytes for each tensor of a model with the most tensors that there is."""
 
-MOST_TENSORS: Final = 100_000
+MAX_TENSORS: Final = 100_000
 INDEX: Final = "model.safetensors.index.json"
 _PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
 _KINDS: Final = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "I8 U8 BOOL F8_E4M3 F8_E5M2"}
@@ -147,7 +147,7 @@ def _header(path: str, name: str) -> dict[str, StoredTensor]:
             needed = {key: math.prod(each.shape or ()) * _NBYTES[each.kind] for key, each in found.items()}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise BadFolder(f"{name} is no safetensors file: {error!r}") from error
-    if len(found) > MOST_TENSORS:
+    if len(found) > MAX_TENSORS:
         raise BadFolder(f"{name} has {len(found):,} tensors")
     end = 0
     for begins, ends, key in spans:

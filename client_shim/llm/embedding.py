@@ -25,7 +25,7 @@ from dormouse.client_shim.llm.model import encoded, tokenizer_of
 from dormouse.client_shim.llm.pooling import Pooling, pooling_of
 from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import FAMILIES, MOST
+from dormouse.schemas.llm import FAMILIES, MAX
 
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet")
 BATCH_TOKENS: Final = 8192
@@ -59,7 +59,7 @@ class EmbeddingModel:
         raw = read_json(self._folder, "config.json")
         family = family_of(raw, (*ENCODERS, *FAMILIES))
         for name, value in raw.items():
-            if type(value) is int and abs(value) > MOST:
+            if type(value) is int and abs(value) > MAX:
                 raise BadFolder(f"config.json: {name} cannot be {value}")
         config = config_of(family, raw)
         dtype = weights.DTYPES[

@@ -6,7 +6,7 @@ import msgspec
 
 from dormouse.client_shim.llm.requests import RefusedRequest
 
-MOST_TEXTS: Final = 2048
+MAX_TEXTS: Final = 2048
 """OpenAI's own limit."""
 
 
@@ -26,8 +26,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
             given = [given]
         if not given:
             raise RefusedRequest("there is no text", "input")
-        if len(given) > MOST_TEXTS:
-            raise RefusedRequest(f"{len(given)} texts; send at most {MOST_TEXTS} at once", "input")
+        if len(given) > MAX_TEXTS:
+            raise RefusedRequest(f"{len(given)} texts; send at most {MAX_TEXTS} at once", "input")
         for each in given:
             tokens = isinstance(each, list) and each and all(type(token) is int for token in each)
             if not tokens and not (isinstance(each, str) and each):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dormouse.client_shim.llm import firstbytes
 from dormouse.schemas import rope
-from dormouse.schemas.llm import FAMILIES, MOST_LAYERS, DecoderSpec, Dtype
+from dormouse.schemas.llm import FAMILIES, MAX_LAYERS, DecoderSpec, Dtype
 
 MAX_JSON_NBYTES: Final = 1 << 20
 """Of a configuration: hundreds of times as long as any."""
@@ -89,8 +89,8 @@ def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
         raise BadFolder(f"the family {family!r} is not served; these are: {', '.join(families)}")
     for name in _LAYERS:
         layers = raw.get(name, 1)
-        if type(layers) is not int or not 0 < layers <= MOST_LAYERS:  # transformers makes a list that is so long
-            raise BadFolder(f"config.json: {name} cannot be {layers!r}; a model has 1 to {MOST_LAYERS} layers")
+        if type(layers) is not int or not 0 < layers <= MAX_LAYERS:  # transformers makes a list that is so long
+            raise BadFolder(f"config.json: {name} cannot be {layers!r}; a model has 1 to {MAX_LAYERS} layers")
     return family
 
 

@@ -11,9 +11,9 @@ import struct
 from typing import Final
 
 MAGIC: Final = b"GGUF"
-MOST_FIELDS: Final = 10_000
-MOST_TENSORS: Final = 100_000
-MOST_ELEMENTS: Final = 4_000_000
+MAX_FIELDS: Final = 10_000
+MAX_TENSORS: Final = 100_000
+MAX_ELEMENTS: Final = 4_000_000
 """Of all arrays: tokens, merges, scores and kinds of tokens of the largest vocabulary."""
 
 _SIZES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of numbers, by their kinds
@@ -60,7 +60,7 @@ class _Reader:
             self.skip(_SIZES[kind])
         elif kind == _ARRAY:
             of = self.number("<I")
-            length = self.count(MOST_ELEMENTS - self._elements, "elements in its arrays")
+            length = self.count(MAX_ELEMENTS - self._elements, "elements in its arrays")
             self._elements += length
             if of in _SIZES:
                 self.skip(_SIZES[of] * length)
@@ -81,8 +81,8 @@ def check_header(data: memoryview) -> None:
     reader.skip(len(MAGIC))
     if (version := reader.number("<I")) not in _VERSIONS:
         raise NoGguf(f"it is of version {version}; versions 2 and 3 are read")
-    tensors = reader.count(MOST_TENSORS, "tensors")
-    for _ in range(reader.count(MOST_FIELDS, "fields")):
+    tensors = reader.count(MAX_TENSORS, "tensors")
+    for _ in range(reader.count(MAX_FIELDS, "fields")):
         reader.string()
         reader.value(reader.number("<I"))
     for _ in range(tensors):

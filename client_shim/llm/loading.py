@@ -23,7 +23,7 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
 CONFIG: Final = "config.json"
-LEAST_TOKENS: Final = 256
+MIN_TOKENS: Final = 256
 """A model for which a GPU has not even so much room beside its weights serves nobody."""
 
 
@@ -113,7 +113,7 @@ def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str:
         f"a GPU of this node has {size(gpu_nbytes)}, the weights {size(weights_nbytes)}, and the KV of a token "
         f"{size(kv_nbytes(spec, 1))}: there is room for {tokens:,} tokens"
     )
-    if tokens < min(LEAST_TOKENS, spec.context):
+    if tokens < min(MIN_TOKENS, spec.context):
         raise BadFolder(f"{text}; use a GPU with more memory, or a smaller model")
     if tokens < spec.context:
         return f"{text}, and sequences of up to {spec.context:,} are allowed; deploy with --context {tokens}"

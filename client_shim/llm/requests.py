@@ -7,18 +7,18 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from dormouse.client_shim.llm.fields import FIELDS, refused_key
-from dormouse.schemas.llm import MOST_LOGPROBS
+from dormouse.schemas.llm import MAX_LOGPROBS
 
-MOST_STOPS: Final = 16
-MOST_STOP_CHARS: Final = 1024
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 1024
 """Of one stop string: so much text is held back at most."""
 
-MOST_CHOICES: Final = 16
-MOST_BIASES: Final = 1024
-MOST_STOP_TOKENS: Final = 256
+MAX_CHOICES: Final = 16
+MAX_BIASES: Final = 1024
+MAX_STOP_TOKENS: Final = 256
 """These travel to the runtime in one packet of 64 KiB, with up to 8,192 tokens of the prompt."""
 
-MOST_SAID: Final = 4000
+MAX_SAID: Final = 4000
 """Characters of a refusal, which may quote the request."""
 
 TOKENS: Final = 1 << 31
@@ -29,14 +29,14 @@ RANGES: Final[dict[str, tuple[float, float]]] = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "top_k": (-1, 1 << 24),
-    "n": (1, MOST_CHOICES),
+    "n": (1, MAX_CHOICES),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
     "max_tokens": (1, 1 << 24),
     "max_completion_tokens": (1, 1 << 24),
-    "top_logprobs": (0, MOST_LOGPROBS),
-    "logprobs": (0, MOST_LOGPROBS),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (0, MAX_LOGPROBS),
 }
 """Of a request's numbers, inclusive."""
 
@@ -45,7 +45,7 @@ class RefusedRequest(Exception):
     """``param`` names the field; ``code`` is OpenAI's."""
 
     def __init__(self, text: str, param: str = "", code: str = "invalid_value") -> None:
-        super().__init__(text[:MOST_SAID])
+        super().__init__(text[:MAX_SAID])
         self.param, self.code = param, code
 
 
@@ -145,11 +145,11 @@ def check(request: Request) -> None:
         if value is not None and type(value) is not bool and not low <= value <= high:
             raise RefusedRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
     stops = stops_of(request)
-    if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > MOST_STOP_CHARS:
-        raise RefusedRequest(f"at most {MOST_STOPS} stop strings of {MOST_STOP_CHARS} characters", "stop")
+    if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_CHARS:
+        raise RefusedRequest(f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARS} characters", "stop")
     tokens = request.stop_token_ids or ()
-    if len(tokens) > MOST_STOP_TOKENS or not all(0 <= token < TOKENS for token in tokens):
-        raise RefusedRequest(f"stop_token_ids are at most {MOST_STOP_TOKENS} token ids", "stop_token_ids")
+    if len(tokens) > MAX_STOP_TOKENS or not all(0 <= token < TOKENS for token in tokens):
+        raise RefusedRequest(f"stop_token_ids are at most {MAX_STOP_TOKENS} token ids", "stop_token_ids")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         text = "stream_options.include_obfuscation is not supported: leave it out"
         raise RefusedRequest(text, "stream_options", "unsupported_parameter")
@@ -157,8 +157,8 @@ def check(request: Request) -> None:
 
 
 def _check_bias(biases: dict[str, float]) -> None:
-    if len(biases) > MOST_BIASES:
-        raise RefusedRequest(f"logit_bias has {len(biases):,} tokens; at most {MOST_BIASES}", "logit_bias")
+    if len(biases) > MAX_BIASES:
+        raise RefusedRequest(f"logit_bias has {len(biases):,} tokens; at most {MAX_BIASES}", "logit_bias")
     for token, bias in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise RefusedRequest(f"logit_bias has {token[:40]!r}; its keys are token ids", "logit_bias")

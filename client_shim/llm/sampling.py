@@ -15,13 +15,13 @@ import msgspec
 
 from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.gguf_file import gguf_sampling
-from dormouse.client_shim.llm.requests import MOST_STOP_CHARS, MOST_STOPS, RANGES, Request
+from dormouse.client_shim.llm.requests import MAX_STOP_CHARS, MAX_STOPS, RANGES, Request
 from dormouse.schemas.llm import DefaultSampling
 
 FILE: Final = "generation_config.json"
 _CONFIG: Final = "config.json"
 
-MOST_UNFOLLOWED: Final = 32
+MAX_UNFOLLOWED: Final = 32
 """Names that are told: as many as there are, and bounded for a file of a stranger."""
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
@@ -136,7 +136,7 @@ def sampling_of(said: dict[str, Any], file: str = FILE) -> DefaultSampling:
     ends = said.get("eos_token_id")
     if not all(end is None or type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
         ignored.add("eos_token_id")
-    return DefaultSampling(**found, unfollowed=tuple(name[:80] for name in sorted(ignored)[:MOST_UNFOLLOWED]))
+    return DefaultSampling(**found, unfollowed=tuple(name[:80] for name in sorted(ignored)[:MAX_UNFOLLOWED]))
 
 
 def warning_of(sampling: DefaultSampling) -> str:
@@ -157,10 +157,10 @@ def _number(field: str, value: Any, low: float, high: float, whole: bool) -> flo
 def _stops(said: Any) -> tuple[str, ...]:
     """Raises BadFolder."""
     stops = [said] if isinstance(said, str) else [] if said is None else said
-    good = isinstance(stops, list) and len(stops) <= MOST_STOPS
-    if not good or not all(isinstance(each, str) and 0 < len(each) <= MOST_STOP_CHARS for each in stops):
+    good = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    if not good or not all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARS for each in stops):
         raise BadFolder(
-            f"stop_strings {said!r:.80}; write at most {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters, or "
+            f"stop_strings {said!r:.80}; write at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or "
             "leave it out"
         )
     return tuple(stops)

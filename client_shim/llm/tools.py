@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from dormouse.client_shim.llm.requests import RefusedRequest, check_keys
 
-MOST_TOOLS: Final = 128
+MAX_TOOLS: Final = 128
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """OpenAI's rule."""
 
@@ -87,8 +87,8 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
     """What a request says of them; None if nothing is to be called. Raises RefusedRequest."""
     found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     names = [tool.name for tool in found]
-    if len(found) > MOST_TOOLS:
-        raise RefusedRequest(f"at most {MOST_TOOLS} tools", "tools")
+    if len(found) > MAX_TOOLS:
+        raise RefusedRequest(f"at most {MAX_TOOLS} tools", "tools")
     if len(set(names)) < len(names):
         raise RefusedRequest("two tools have the same name", "tools")
     if choice in (None, "auto", "none"):

@@ -21,7 +21,7 @@ PROGRESS_S: Final = 1.0
 """Between two words to the router on what load() does: its time limit is longer."""
 
 SMALL_NBYTES: Final = 64 << 10
-MOST_UNANSWERED: Final = 32
+MAX_UNANSWERED: Final = 32
 """Uploads of so little are waited for together: each alone takes longer to be answered than to be copied. Fewer than
 the answers that the store keeps for one that does not read.
 """
@@ -100,7 +100,7 @@ class NodeBackend:
                 storage=storage, total_nbytes=total_nbytes, offset=offset, arena_offset=arena_offset, nbytes=nbytes
             )
         )
-        if nbytes <= SMALL_NBYTES and self.store.unanswered < MOST_UNANSWERED:
+        if nbytes <= SMALL_NBYTES and self.store.unanswered < MAX_UNANSWERED:
             return False
         self.store.settle()
         return True

@@ -36,7 +36,7 @@ QUIET_COMMANDS: Final = 1 << 14
 EAGER_COMMANDS: Final = 4
 """The first frame of a lease, and the next after an answer, has so many: the executor has nothing to do."""
 
-MOST_EAGER_COMMANDS: Final = 32
+MAX_EAGER_COMMANDS: Final = 32
 """An executor that has nothing to do again is quicker than the program: each frame costs both, so the next one is twice
 as large, up to this."""
 
@@ -264,7 +264,7 @@ class StreamConnection:
 
     def send_early(self) -> None:
         """To an executor that has nothing to do."""
-        self.tape.worth = min(2 * self.tape.worth, MOST_EAGER_COMMANDS)
+        self.tape.worth = min(2 * self.tape.worth, MAX_EAGER_COMMANDS)
         self.flush()
 
     def pump(self, timeout_s: float) -> bool:

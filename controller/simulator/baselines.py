@@ -19,7 +19,7 @@ import numpy.typing as npt
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.core.decisions.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import MOST, Policy, checked
+from dormouse.schemas.policy import MAX, Policy, checked
 
 KEEP_ALIVES: Final = ("", "history", "trace")
 
@@ -67,8 +67,8 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
 def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
     """The same, or ConfigError naming the setting and what it may be."""
     checked(policy, origin)
-    if not 0 <= policy.drop_ms <= MOST:
-        raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; write a number from 0 to {MOST}")
+    if not 0 <= policy.drop_ms <= MAX:
+        raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; write a number from 0 to {MAX}")
     if policy.preload_holds and not policy.preload:
         raise ConfigError(f"{origin}: preload_holds is true; write preload = true, or leave it out")
     if policy.keep_alive not in KEEP_ALIVES:

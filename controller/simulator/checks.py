@@ -7,7 +7,7 @@ from dormouse.controller.simulator.tree import Size, Time
 from dormouse.core.config import parse_nbytes
 from dormouse.schemas.errors import ConfigError
 
-MOST_S: Final = 1e9
+MAX_S: Final = 1e9
 """Thirty years: who writes more has slipped, and much more is no float."""
 
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -37,5 +37,5 @@ class Checks:
         if match is None:
             raise ConfigError(f"{self.origin}: {key} is {value!r}; {cure}")
         seconds = float(match[1]) * _UNITS_S[match[2]]
-        self.need(0.0 < seconds <= MOST_S, key, repr(value), f"{cure}, at most 30 years")
+        self.need(0.0 < seconds <= MAX_S, key, repr(value), f"{cure}, at most 30 years")
         return seconds

@@ -26,7 +26,7 @@ from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEE
 from dormouse.core import nottoml
 from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import MOST, Policy
+from dormouse.schemas.policy import MAX, Policy
 
 TORPOR: Final = SimulatedPolicy(
     order="rrc-latency", placement="torpor", eviction="torpor", passed_over_ms=0, whole=True
@@ -54,7 +54,7 @@ POLICIES: Final[dict[str, Policy]] = {
     "fifo": Policy(order="fifo"),
     "edf": Policy(order="edf"),
     "feasible": Policy(order="feasible"),
-    "turn-kept": Policy(turn_ms=MOST),
+    "turn-kept": Policy(turn_ms=MAX),
     "preload": Policy(preload=True),
 }
 """What ``--policy`` may name: ``torpor-``'s differ from ``torpor`` in one setting each, the last ones from ``default``;

@@ -15,7 +15,7 @@ from dormouse.core.folder import FunctionFolder
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
 from dormouse.core.node import nodeprocess
 from dormouse.core.node.refusals import CallRefused, Unreachable
-from dormouse.core.secretfile import MOST_NBYTES
+from dormouse.core.secretfile import MAX_NBYTES
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
@@ -296,7 +296,7 @@ class _Conversation:
             self._sock.send(message, fds)
         except LocalProtocolError:
             text = (
-                f"what is asked has more than {MAX_PACKET_NBYTES:,} bytes; a secret may have {MOST_NBYTES:,}, and so "
+                f"what is asked has more than {MAX_PACKET_NBYTES:,} bytes; a secret may have {MAX_NBYTES:,}, and so "
                 "may a deploy's variables: put what is larger into a file"
             )
             raise CallRefused(413, "body_too_large", text) from None

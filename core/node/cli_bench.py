@@ -13,7 +13,7 @@ from dormouse.core.node.statusview import told
 from dormouse.core.output import over, show_json, table
 from dormouse.core.quantities import duration
 
-MOST_RATE: Final = 2000.0
+MAX_RATE: Final = 2000.0
 BAR: Final = 40
 """Characters of the longest bar."""
 
@@ -23,7 +23,7 @@ SLICE: Final = ["from", "sent", "late", "p50", "p99", ""]
 @click.command()
 @function_argument()
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE]")
-@click.option("--rate", type=click.FloatRange(0, MOST_RATE, min_open=True), default=10.0, show_default=True,
+@click.option("--rate", type=click.FloatRange(0, MAX_RATE, min_open=True), default=10.0, show_default=True,
               help="Requests per second; they arrive at random.")  # fmt: skip
 @click.option("--duration", default="30s", show_default=True, metavar="TIME", help="For so long, e.g. 60s or 5m.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the arrivals.")

@@ -41,12 +41,12 @@ IMPORTS_S: Final = 180.0
 """As long as `dormouse up` waits for a node, most of which is the same."""
 
 
-LEAST_FREE: Final = {"run": (1 << 20, 16 << 20), "state": (64 << 20, 2 << 30)}
+MIN_FREE: Final = {"run": (1 << 20, 16 << 20), "state": (64 << 20, 2 << 30)}
 """Bytes below which a directory's disk is full, and below which it soon is: a run directory has a few files of
 settings, a state directory logs, functions' folders and models.
 """
 
-LEAST_INODES: Final = 1000
+MIN_INODES: Final = 1000
 """A node makes a few hundred files at its start."""
 
 
@@ -348,9 +348,9 @@ def _disk(config: NodeConfig, what: str) -> Finding:
     free, inodes = disk.f_bavail * disk.f_frsize, disk.f_favail
     said = f"{size(free)} free of {size(disk.f_blocks * disk.f_frsize)}"
     said += f", {inodes:,} inodes free" if disk.f_files else ""
-    least, low = LEAST_FREE[what]
+    least, low = MIN_FREE[what]
     advice = f"free space there, or set [node] {what} to another disk"
-    if free < least or (disk.f_files and inodes < LEAST_INODES):
+    if free < least or (disk.f_files and inodes < MIN_INODES):
         return Finding(f"{what} disk", "fail", f"{said}: a node cannot start, or cannot keep what is deployed", advice)
     if free < low:
         return Finding(f"{what} disk", "warn", said, advice)

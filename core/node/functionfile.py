@@ -12,7 +12,7 @@ from dormouse.core import folder
 _MOST: Final = 100
 """Files that are tried: more than a function's folder has beside each other."""
 
-_MOST_NBYTES: Final = 1 << 20
+_MAX_NBYTES: Final = 1 << 20
 """Of one: who writes more by hand is not known."""
 
 
@@ -31,8 +31,8 @@ def find(path: Path) -> folder.FunctionFolder:
 def _broken(file: Path) -> str:
     """Why Python cannot read it; "" if it can."""
     with open(file, "rb") as opened:
-        source = opened.read(_MOST_NBYTES + 1)
-    if len(source) > _MOST_NBYTES:
+        source = opened.read(_MAX_NBYTES + 1)
+    if len(source) > _MAX_NBYTES:
         return ""
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -34,7 +34,7 @@ from dormouse.schemas.errors import (
 START_S: Final = 180.0
 """A first import of torch from a cold disk, in the zygote and in every executor, takes tens of seconds."""
 
-LEAST_FREE_NBYTES: Final = 1 << 20
+MIN_FREE_NBYTES: Final = 1 << 20
 """Of a disk that takes what a supervisor says of its end."""
 
 STOP_S: Final = 30.0
@@ -196,7 +196,7 @@ def _launch(config: NodeConfig, words: list[str], errors: Any) -> dict[str, Any]
             raise ProcessFailed(f"the node was not ready after {START_S:g} s; see {config.state_directory}/logs")
         errors.seek(0)
         text = errors.read().decode(errors="replace")
-        if not text and shutil.disk_usage(state := config.state_directory).free < LEAST_FREE_NBYTES:
+        if not text and shutil.disk_usage(state := config.state_directory).free < MIN_FREE_NBYTES:
             raise ProcessFailed(f"the disk of the state directory {state} is full; make room, or set [node] state")
         raise _reason(child.returncode, text)
 

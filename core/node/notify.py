@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Final, Self
 
-MOST_STATUS: Final = 500
+MAX_STATUS: Final = 500
 
 
 class ServiceManager:
@@ -35,7 +35,7 @@ class ServiceManager:
     def ready(self, status: str) -> None:
         """Also again, when ``status`` has changed."""
         self._print(f"ready: {status}")
-        self._say(f"READY=1\nSTATUS={' '.join(status.split())[:MOST_STATUS]}")
+        self._say(f"READY=1\nSTATUS={' '.join(status.split())[:MAX_STATUS]}")
 
     def alive(self) -> None:
         if self.watched:

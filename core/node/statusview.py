@@ -44,7 +44,7 @@ SCREEN_GPU: Final = ["gpu", "used", "turn", "seats", "busy"]
 BUSIEST: Final = 3
 """Functions that are named beside a GPU: what fits on a line."""
 
-MOST_PROBLEMS: Final = 8
+MAX_PROBLEMS: Final = 8
 LONGEST: Final = 300
 """Characters of a problem."""
 
@@ -60,9 +60,9 @@ def screen(value: dict[str, Any], height: int) -> None:
     the functions that are broken, late, busy, or asked most.
     """
     found = [*problems(value), *strangers(value)]
-    head(value, found[:MOST_PROBLEMS])
-    if len(found) > MOST_PROBLEMS:
-        click.echo(f"and {len(found) - MOST_PROBLEMS} more such lines: dormouse status --all")
+    head(value, found[:MAX_PROBLEMS])
+    if len(found) > MAX_PROBLEMS:
+        click.echo(f"and {len(found) - MAX_PROBLEMS} more such lines: dormouse status --all")
     if value.get("store"):
         click.echo(store_line(value["store"]))
     table([screen_gpu_row(number, gpu) for number, gpu in value["gpus"].items()], SCREEN_GPU)
@@ -75,7 +75,7 @@ def screen(value: dict[str, Any], height: int) -> None:
     left = max(
         FEWEST,
         height
-        - len(found[:MOST_PROBLEMS])
+        - len(found[:MAX_PROBLEMS])
         - len(value["gpus"])
         - 6
         - bool(said)

@@ -19,7 +19,7 @@ _DEVICE: Final = linux.MS_NOSUID | linux.MS_NOEXEC
 _COVER_OPTIONS: Final = "mode=0755,size=1m,nr_inodes=4096"
 _OWN_NBYTES: Final = 1 << 20  # directories, links and a passwd file
 _OWN_FILES: Final = 1024
-_MOST_SCRATCH_FILES: Final = 1 << 16  # their inodes are memory too, about 1 KiB each
+_MAX_SCRATCH_FILES: Final = 1 << 16  # their inodes are memory too, about 1 KiB each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def links_on(path: str) -> dict[str, str]:
 def enter(place: str, root: Root, uid: int) -> None:
     """Build the root at ``place``, an empty directory, and live in it. Raises OSError; missing sources are skipped."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    files = min(_MOST_SCRATCH_FILES, root.scratch_nbytes >> 12) + _OWN_FILES
+    files = min(_MAX_SCRATCH_FILES, root.scratch_nbytes >> 12) + _OWN_FILES
     options = f"mode=0755,size={root.scratch_nbytes + _OWN_NBYTES},nr_inodes={files}"
     linux.mount("dormouse", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
     for step in root.steps:

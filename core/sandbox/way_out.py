@@ -34,7 +34,7 @@ CONNECT_S: Final = 30.0
 CONNECTIONS: Final = 64
 """At once; more wait, and beyond so many they are closed."""
 
-MOST: Final = 256
+MAX: Final = 256
 
 PIECE_NBYTES: Final = 256 << 10
 REFUSED: Final = 100
@@ -62,7 +62,7 @@ class WayOut:
         self._open += 1
         with closing(writer):
             try:
-                if self._open <= MOST:
+                if self._open <= MAX:
                     await self._serve(reader, writer)
             finally:
                 self._open -= 1
@@ -203,6 +203,6 @@ if __name__ == "__main__":
     linux.die_with_parent_signal(signal.SIGKILL)
     linux.set_name("dormouse way_out")
     linux.set_dumpable(False)  # the node's proxies may have passwords
-    files = min(2 * MOST + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    files = min(2 * MAX + 64, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))

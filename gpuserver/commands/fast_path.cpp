@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int64_t MOST_SAVED_NBYTES = 1 << 20;  // a larger storage is not written ahead: it would be copied
+constexpr int64_t MAX_SAVED_NBYTES = 1 << 20;  // a larger storage is not written ahead: it would be copied
 
 enum class Outcome { DONE, LEFT, RAISED };
 
@@ -104,7 +104,7 @@ bool saved(Steps* self, const Plan* plan, const Step& step, Py_ssize_t position)
     PyObject* entry = step.entries[index].object;
     const c10::Storage& storage = step.tensors[index].storage();
     const auto nbytes = static_cast<int64_t>(storage.nbytes());
-    if (nbytes > MOST_SAVED_NBYTES) return false;
+    if (nbytes > MAX_SAVED_NBYTES) return false;
     at::Tensor whole = at::empty({0}, step.tensors[index].options().dtype(at::kByte));
     whole.set_(storage, 0, {nbytes}, {1});
     Owned before(THPVariable_Wrap(whole.clone()));

@@ -92,9 +92,9 @@ def _degree(values: dict[str, Any]) -> str | None:
     return None
 
 
-MOST_SAMPLES: Final = 4096  # along one side of a region's bin; their number is an `int` in the kernels
-MOST_PIXELS: Final = 1e6  # from a region's corner to the origin
-MOST_STEP: Final = 1 << 15
+MAX_SAMPLES: Final = 4096  # along one side of a region's bin; their number is an `int` in the kernels
+MAX_PIXELS: Final = 1e6  # from a region's corner to the origin
+MAX_STEP: Final = 1 << 15
 
 
 def _region(divided: bool = False) -> Check:
@@ -114,7 +114,7 @@ def _region(divided: bool = False) -> Check:
             return "a size and a number of samples are integers"
         if type(scale) is not int and type(scale) is not float:
             return "a scale is a number"
-        if not (1 <= height <= MOST_SAMPLES and 1 <= width <= MOST_SAMPLES and samples <= MOST_SAMPLES):
+        if not (1 <= height <= MAX_SAMPLES and 1 <= width <= MAX_SAMPLES and samples <= MAX_SAMPLES):
             return f"a size of {height} x {width} with {samples} samples"
         if divided and (data.size(1) % (height * width) or data.size(1) == 0):
             return "the input's channels should be a multiple of the pooled height * pooled width"
@@ -126,7 +126,7 @@ def _region(divided: bool = False) -> Check:
         if not (first.item() >= 0 and last.item() < data.size(0)):
             return f"a region of image {first.item()} or {last.item()} of {data.size(0)}"
         reach = (rois[:, 1:].double() * scale).abs().amax().item()
-        if not reach <= MOST_PIXELS or (samples <= 0 and reach > MOST_SAMPLES * min(height, width) / 2):
+        if not reach <= MAX_PIXELS or (samples <= 0 and reach > MAX_SAMPLES * min(height, width) / 2):
             return f"a region that reaches {reach} pixels far"
         return None
 
@@ -146,8 +146,8 @@ def _deformed(values: dict[str, Any]) -> str | None:
         return "input, weight, offset and mask need 4 dimensions"
     if not all(type(value) is int for value in (*steps, *padding, *groups)):
         return "steps, padding and groups are integers"
-    if not all(1 <= value <= MOST_STEP for value in (*steps, *groups)) or not all(
-        0 <= value <= MOST_STEP for value in padding
+    if not all(1 <= value <= MAX_STEP for value in (*steps, *groups)) or not all(
+        0 <= value <= MAX_STEP for value in padding
     ):
         return f"steps of {steps}, padding of {padding} and groups of {groups}"
     if any(data.size(1) % group for group in groups) or weight.size(0) % groups[0] or bias.numel() != weight.size(0):
@@ -283,14 +283,14 @@ def _rows_in_order(values: dict[str, Any]) -> str | None:
     return None
 
 
-MOST_BINS: Final = 1 << 20
+MAX_BINS: Final = 1 << 20
 
 
 def _bins(values: dict[str, Any]) -> str | None:
     """The kernel goes through all of one side, though another is empty."""
     size = values.get("output_size")
     sides = size if isinstance(size, list) else [size]
-    return f"an output of {size}" if any(type(side) is int and side > MOST_BINS for side in sides) else None
+    return f"an output of {size}" if any(type(side) is int and side > MAX_BINS for side in sides) else None
 
 
 def _numbers(values: dict[str, Any]) -> str | None:

@@ -19,9 +19,9 @@ from dormouse.gpuserver.runtime import layers
 from dormouse.gpuserver.runtime.adapted import adapted
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
-from dormouse.gpuserver.runtime.low_rank import MOST, LowRank, Table, made_table, table_of
+from dormouse.gpuserver.runtime.low_rank import MAX, LowRank, Table, made_table, table_of
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import MOST_RANK
+from dormouse.schemas.llm import MAX_RANK
 
 TABLE: Final = 16
 """Entries of each table at first: enough for most runtimes."""
@@ -57,9 +57,9 @@ class Adapters:
 
     def open(self) -> int:
         """The number of a new one. Raises ConfigError if there are too many."""
-        number = next((number for number in range(MOST) if number not in self._salts), None)
+        number = next((number for number in range(MAX) if number not in self._salts), None)
         if number is None:
-            raise ConfigError(f"a runtime computes {MOST} adapters at most")
+            raise ConfigError(f"a runtime computes {MAX} adapters at most")
         self._salts[number] = b"adapter %d" % next(self._serials)
         return number
 
@@ -170,8 +170,8 @@ class Adapters:
         inputs, outputs = self._sizes(name)
         embedding = isinstance(self._modules[name], nn.Embedding)
         rank = low.up.shape[0] if low.up.dim() else 0
-        if not 0 < rank <= MOST_RANK:
-            raise ConfigError(f"the adapter's rank at {name!r} is {rank}; it can be 1 to {MOST_RANK}")
+        if not 0 < rank <= MAX_RANK:
+            raise ConfigError(f"the adapter's rank at {name!r} is {rank}; it can be 1 to {MAX_RANK}")
         found = [list(each.shape) for each in (low.down, low.up)]
         wanted = [[inputs, rank] if embedding else [rank, inputs], [rank, outputs]]
         if low.bias is not None:

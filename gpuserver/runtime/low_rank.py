@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.packing import packed
 
-MOST: Final = 512
+MAX: Final = 512
 """Adapters in one runtime."""
 
 _TABLE: Final = "_dormouse_low_rank"

@@ -4,7 +4,7 @@ from dormouse.core.decisions.batches.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Generation
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import MOST_LOGPROBS
+from dormouse.schemas.llm import MAX_LOGPROBS
 
 
 class Submissions:
@@ -30,7 +30,7 @@ def generation_of(number: int, submit: m.Submit, tokens: list[int], vocabulary: 
     """Of the engine's number; None if it cannot be computed."""
     if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary or submit.limit <= len(tokens):
         return None
-    if submit.logprobs > MOST_LOGPROBS:  # a whole vocabulary with each token would be megabytes a step
+    if submit.logprobs > MAX_LOGPROBS:  # a whole vocabulary with each token would be megabytes a step
         return None
     sampling = Sampling(
         temperature=submit.temperature,

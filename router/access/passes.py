@@ -18,8 +18,8 @@ TICKET_S: Final = 60.0
 SESSION_S: Final = 12 * 3600.0
 """A person's day."""
 
-MOST_TICKETS: Final = 16
-MOST_SESSIONS: Final = 64
+MAX_TICKETS: Final = 16
+MAX_SESSIONS: Final = 64
 """One more takes the place of the oldest."""
 
 
@@ -34,7 +34,7 @@ class Passes:
     def ticket(self, user: str) -> str:
         """A new one, for a user at the node."""
         token = f"dt_{secrets.token_hex(32)}"
-        _keep(self._tickets, token.encode(), (self._clock() + TICKET_S, user), MOST_TICKETS)
+        _keep(self._tickets, token.encode(), (self._clock() + TICKET_S, user), MAX_TICKETS)
         return token
 
     def redeem(self, ticket: bytes) -> str | None:
@@ -45,7 +45,7 @@ class Passes:
         token = f"dm_session_{secrets.token_hex(32)}"
         key = f"session {secrets.token_hex(6)}"
         caller = Caller(f"{key} of {user}", None, "", IMPLIED["admin"], key=key)
-        _keep(self._sessions, token.encode(), (self._clock() + SESSION_S, caller), MOST_SESSIONS)
+        _keep(self._sessions, token.encode(), (self._clock() + SESSION_S, caller), MAX_SESSIONS)
         return token
 
     def find(self, token: bytes) -> Caller | None:

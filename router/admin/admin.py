@@ -42,7 +42,7 @@ from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.router.jobs import answers
 from dormouse.router.jobs.book import JobState
 from dormouse.router.jobs.jobs import Jobs
-from dormouse.router.jobs.prefer import MOST_WAIT_S
+from dormouse.router.jobs.prefer import MAX_WAIT_S
 from dormouse.schemas import admin as a
 from dormouse.schemas.messages import Failure, Status
 
@@ -213,7 +213,7 @@ class Admin:
             case a.AskJob(wait_s=wait_s):
                 job = await self.invoking.job(caller, act)
                 if wait_s and job.state is not JobState.ENDED:
-                    await self._jobs.kept.ended(job, min(wait_s, MOST_WAIT_S))
+                    await self._jobs.kept.ended(job, min(wait_s, MAX_WAIT_S))
                 return orjson.loads(self._jobs.kept.told(job))
             case a.CancelJob():
                 job = await self.invoking.job(caller, act)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 from dormouse.core.folder import ENTRY
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG
-from dormouse.core.secretfile import MOST_NBYTES
+from dormouse.core.secretfile import MAX_NBYTES
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
 from dormouse.router.admin import lorahttp
@@ -177,8 +177,8 @@ async def _set_secret(admin: Admin, caller: Caller, x: Exchange, name: str) -> N
     data = b""
     async for piece in _pieces(x):
         data += piece
-        if len(data) > MOST_NBYTES:
-            raise too_large(MOST_NBYTES, "a secret's value")
+        if len(data) > MAX_NBYTES:
+            raise too_large(MAX_NBYTES, "a secret's value")
     try:
         act = a.SetSecret(tenant=tenant, name=name, value=data.decode())
     except UnicodeDecodeError:

@@ -11,8 +11,8 @@ from typing import Final
 
 from dormouse.router.front.exchange import refuse
 
-MOST_FILES: Final = 200_000
-MOST_DEPTH: Final = 100
+MAX_FILES: Final = 200_000
+MAX_DEPTH: Final = 100
 """Folders in folders: three times what libraries have, and far from the bounds of a thread's stack and descriptors."""
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -54,8 +54,8 @@ class _Walk:
 
     def open(self, name: str, parent: int | None, path: str, depth: int) -> None:
         """A folder, and what is below it."""
-        if depth > MOST_DEPTH:
-            raise refuse(422, "bad_wheel", f"there are more than {MOST_DEPTH} folders in one another; require less")
+        if depth > MAX_DEPTH:
+            raise refuse(422, "bad_wheel", f"there are more than {MAX_DEPTH} folders in one another; require less")
         fd = os.open(name, _FOLDER, dir_fd=parent)
         try:
             if self._own:
@@ -63,8 +63,8 @@ class _Walk:
             with os.scandir(fd) as entries:
                 for entry in entries:
                     self._files += 1
-                    if self._files > MOST_FILES:
-                        text = f"the environment has more than {MOST_FILES:,} files; require less"
+                    if self._files > MAX_FILES:
+                        text = f"the environment has more than {MAX_FILES:,} files; require less"
                         raise refuse(413, "environment_too_large", text)
                     if not depth:
                         self.names.append(entry.name)

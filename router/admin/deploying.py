@@ -12,11 +12,11 @@ from msgspec import structs
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.decisions.requests import events as e
 from dormouse.core.decisions.requests import failures
-from dormouse.core.decisions.requests.state import MOST_OPEN
+from dormouse.core.decisions.requests.state import MAX_OPEN
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.core.names import NAME, base_of
 from dormouse.core.quantities import size, sizes
-from dormouse.core.secretfile import MOST_NBYTES, checked_variable
+from dormouse.core.secretfile import MAX_NBYTES, checked_variable
 from dormouse.router.admin import archive, options
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.environments import Environments
@@ -31,10 +31,10 @@ from dormouse.schemas.llm import GENERATION_CONFIGS, ISOLATIONS
 from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettings
 from dormouse.schemas.options import FILE, FILE_NBYTES
 
-MOST: Final = 1_000_000
+MAX: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
 
-MOST_CALLED: Final = 64
+MAX_CALLED: Final = 64
 """Functions that one may call: each is looked at for a way back at each call."""
 
 
@@ -76,21 +76,21 @@ def spec_of(
         )
     if not 1 <= settings.percentile <= 100:  # 0.98 is a slip
         raise ConfigError(f"percentile is {settings.percentile:g}; write per cent, a number from 1 to 100, such as 98")
-    if not 1 <= settings.max_queue <= MOST:
-        raise ConfigError(f"max_queue is {settings.max_queue}; write a number from 1 to {MOST:,}")
-    if not 0 <= settings.max_instances <= MOST:
+    if not 1 <= settings.max_queue <= MAX:
+        raise ConfigError(f"max_queue is {settings.max_queue}; write a number from 1 to {MAX:,}")
+    if not 0 <= settings.max_instances <= MAX:
         raise ConfigError(
-            f"max_instances is {settings.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
+            f"max_instances is {settings.max_instances}; write a number from 1 to {MAX:,}, or 0 for one per GPU"
         )
     if settings.max_instances > 1 and not (settings.stateless or settings.llm or is_llm):
         raise ConfigError(
             f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
             "it with stateless (--stateless) if no request changes what later ones see"
         )
-    if not 1 <= settings.concurrency <= MOST_OPEN:
-        raise ConfigError(f"concurrency is {settings.concurrency}; write a number from 1 to {MOST_OPEN}")
-    if not 0 <= settings.batch <= MOST_OPEN // 2:
-        raise ConfigError(f"batch is {settings.batch}; write a number from 1 to {MOST_OPEN // 2}, or 0 for none")
+    if not 1 <= settings.concurrency <= MAX_OPEN:
+        raise ConfigError(f"concurrency is {settings.concurrency}; write a number from 1 to {MAX_OPEN}")
+    if not 0 <= settings.batch <= MAX_OPEN // 2:
+        raise ConfigError(f"batch is {settings.batch}; write a number from 1 to {MAX_OPEN // 2}, or 0 for none")
     batch_wait_ms = _ms("batch_wait", settings.batch_wait) if settings.batch_wait not in (0, "0", "0ms", "0s") else 0
     if batch_wait_ms and not settings.batch:
         raise ConfigError("batch_wait is of functions with batch: how many requests at most (--batch 8)")
@@ -149,8 +149,8 @@ def _calls_of(caller: str, settings: a.Settings) -> tuple[str, ...]:
         raise ConfigError(f"call names {wrong[:80]!r}, which is no function's name; versions are left out")
     if base_of(caller) in names:
         raise ConfigError(f"call names {caller!r} itself: its requests would wait for their own instance")
-    if len(names) > MOST_CALLED:
-        raise ConfigError(f"call has {len(names)} names; write at most {MOST_CALLED}")
+    if len(names) > MAX_CALLED:
+        raise ConfigError(f"call has {len(names)} names; write at most {MAX_CALLED}")
     return names
 
 
@@ -162,8 +162,8 @@ def _env_of(settings: a.Settings) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"the variable {name} has a NUL character, which no variable can have")
         if name in settings.secrets:
             raise ConfigError(f"{name} is a variable and a secret; leave one of the two out")
-    if sum(len(part.encode()) for pair in settings.env.items() for part in pair) > MOST_NBYTES:
-        raise ConfigError(f"the variables have more than {MOST_NBYTES:,} bytes; put what is larger into a file")
+    if sum(len(part.encode()) for pair in settings.env.items() for part in pair) > MAX_NBYTES:
+        raise ConfigError(f"the variables have more than {MAX_NBYTES:,} bytes; put what is larger into a file")
     return tuple(settings.env.items())
 
 
@@ -186,7 +186,7 @@ def _check_model(entry: str, settings: a.Settings) -> None:
     """Raises ConfigError."""
     if entry != CONFIG and not entry.endswith(GGUF):
         raise ConfigError(f"the entry of a language model is {entry!r}; name its {CONFIG}, or its {GGUF} file")
-    if not 0 <= settings.context <= MOST:
+    if not 0 <= settings.context <= MAX:
         raise ConfigError(f"context is {settings.context}; write a number of tokens, or 0 for the model's own")
     if settings.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")

@@ -23,7 +23,7 @@ from dormouse.core.quantities import size, sizes
 from dormouse.router.admin.turns import BuildTurns
 from dormouse.router.front.exchange import HttpError, refuse
 
-MOST_ASKED: Final = 64
+MAX_ASKED: Final = 64
 """Ways to ask for one environment that are remembered, the latest."""
 
 
@@ -162,7 +162,7 @@ class EnvironmentBook:
         if (found := self.environments.get(key)) is None:
             found = self.environments[key] = Environment(record)
         asked = [build.asked, *(each for each in found.record.asked if each != build.asked)]
-        found.record = msgspec.structs.replace(record, asked=asked[:MOST_ASKED])
+        found.record = msgspec.structs.replace(record, asked=asked[:MAX_ASKED])
         for claim in build.claims:
             claim.key = key
         found.claims |= build.claims

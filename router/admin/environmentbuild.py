@@ -29,7 +29,7 @@ BUILT: Final = "built"
 
 WAY_OUT: Final = "dormouse.core.sandbox.way_out"
 
-LEAST_FREE_NBYTES: Final = 1 << 20
+MIN_FREE_NBYTES: Final = 1 << 20
 """On the disk: with less, a build could not even say how it ended."""
 
 LOOK_S: Final = 1.0
@@ -75,7 +75,7 @@ class BuildBounds(NamedTuple):
 
     def excess(self, used: BuildUse) -> HttpError | None:
         """Why it is to be ended; None: it goes on."""
-        if used.free_nbytes < LEAST_FREE_NBYTES:
+        if used.free_nbytes < MIN_FREE_NBYTES:
             return disk_full()
         if used.nbytes > self.size_nbytes:
             return self.too_large()
@@ -124,7 +124,7 @@ class Builder:
         return disk.f_bavail * disk.f_frsize
 
     def full(self) -> bool:
-        return self.free_nbytes() < LEAST_FREE_NBYTES
+        return self.free_nbytes() < MIN_FREE_NBYTES
 
     def bounds(self, sources: bool) -> BuildBounds:
         return BuildBounds(self._size, self._time_s, sources)

@@ -20,7 +20,7 @@ from blake3 import blake3
 from dormouse.core.config import parse_nbytes
 from dormouse.core.decisions.requests import failures
 from dormouse.core.directories import remove_tree
-from dormouse.core.requirements import MOST_NBYTES, MOST_PROJECT_NBYTES, RequirementsRefused, checked, of_project
+from dormouse.core.requirements import MAX_NBYTES, MAX_PROJECT_NBYTES, RequirementsRefused, checked, of_project
 from dormouse.router.admin import environmentbuild
 from dormouse.router.admin.environmentbook import EnvironmentBook, EnvironmentBuild, EnvironmentRecord
 from dormouse.router.admin.environmentbuild import Builder, disk_full
@@ -120,9 +120,9 @@ class Environments:
         try:
             if not said:
                 if (tree / "requirements.txt").is_file():
-                    said = _read(tree / "requirements.txt", MOST_NBYTES)
+                    said = _read(tree / "requirements.txt", MAX_NBYTES)
                 elif (tree / "pyproject.toml").is_file():
-                    said = of_project(_read(tree / "pyproject.toml", MOST_PROJECT_NBYTES))
+                    said = of_project(_read(tree / "pyproject.toml", MAX_PROJECT_NBYTES))
             if not said.strip():
                 return ""
             if not self._node.torch[1]:

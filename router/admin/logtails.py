@@ -18,7 +18,7 @@ from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.schemas import admin as a
 from dormouse.schemas.messages import Failure
 
-MOST: Final = 64
+MAX: Final = 64
 """Logs that are followed at once, and of these, OF_TENANTS by keys of tenants: the rest is for who sees the whole node.
 On a node of many tenants, OF_ONE by one of them, whatever its keys.
 """
@@ -89,7 +89,7 @@ class LogTails:
         following, taken = self._following, self._following.total()
         most_own = OF_TENANTS if self._picture.one_tenant else OF_ONE
         bounded = owner and (taken - following[""] >= OF_TENANTS or following[owner] >= most_own)
-        if taken >= MOST or bounded:
+        if taken >= MAX or bounded:
             whose = f"tenant {owner!r}" if caller.tenant else owner or "who sees the whole node"
             text = f"{whose} follows {following[owner]} logs, and no more may be followed now; stop following one, or "
             text += "read this one without following it"

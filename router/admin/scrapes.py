@@ -37,7 +37,7 @@ MEASURES_S: Final = 2.0
 PATIENCE_S: Final = 20.0
 """After which who asks is told that it takes too long."""
 
-MOST: Final = 4
+MAX: Final = 4
 """Scrapes under way at once of callers who see their tenant's functions only; one of each caller. Those who see the
 node are few, and are never kept from it.
 """
@@ -84,8 +84,8 @@ class Scrapes:
         key = caller.name, whole, gzip
         work = self._works.get(key)
         if work is None:
-            if not whole and sum(not all_ for _, all_, _ in self._works) >= MOST:
-                raise _unavailable(f"{MOST} others are being answered; ask again later")
+            if not whole and sum(not all_ for _, all_, _ in self._works) >= MAX:
+                raise _unavailable(f"{MAX} others are being answered; ask again later")
             work = self._works[key] = asyncio.get_running_loop().create_task(self._scrape(caller, whole, gzip))
             work.add_done_callback(partial(self._done, key))
         try:

@@ -37,7 +37,7 @@ from dormouse.schemas.admin import MAX_NAME_NBYTES
 BLOB_NBYTES: Final = 1 << 20
 """As for what the store takes by file identity: most of a model is in larger files, and they are what is shared."""
 
-MOST_DEPTH: Final = 100
+MAX_DEPTH: Final = 100
 """Folders that a file may lie in: far beyond any that people make. A file of a long name would make hundreds."""
 
 READ_NBYTES: Final = 4 << 20
@@ -310,8 +310,8 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name or len(name.encode()) > MAX_NAME_NBYTES:
         raise refuse(400, "bad_name", f"{name!r} cannot be a file's name below the function's folder")
-    if len(parts) > MOST_DEPTH:
-        text = f"{name[:100]!r}... lies in {len(parts) - 1} folders; at most {MOST_DEPTH - 1}"
+    if len(parts) > MAX_DEPTH:
+        text = f"{name[:100]!r}... lies in {len(parts) - 1} folders; at most {MAX_DEPTH - 1}"
         raise refuse(400, "bad_name", text)
     return name
 

@@ -13,7 +13,7 @@ TEXT: Final = 1000
 UNREAD: Final = "see its log"
 """Instead of an error, for those who may not read logs."""
 
-MOST_PROBLEMS: Final = 50
+MAX_PROBLEMS: Final = 50
 NAMES: Final = 20
 """Of functions that share bytes with one: hundreds may, each with all others."""
 
@@ -59,10 +59,10 @@ def view(status: dict[str, Any], whole: bool, reads: bool = True) -> NodeView:
         status = status | {"functions": rows}
     said = status if whole else status | {"store": None}
     found = [*problems(said), *(strangers(status) if whole else ())]
-    more = [f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else []
+    more = [f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else []
     return NodeView(
         node=_picked(status["node"], NODE) | {"waiting": status["waiting"], "intended": intended(status)},
-        problems=found[:MOST_PROBLEMS] + more,
+        problems=found[:MAX_PROBLEMS] + more,
         store=_picked(status["store"] or {}, STORE),
         gpus={str(number): _picked(gpu, GPU) for number, gpu in status["gpus"].items()},
         functions={name: function(row) for name, row in status["functions"].items()},

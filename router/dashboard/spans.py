@@ -12,10 +12,10 @@ from typing import Any, Final
 from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.recent import Past
 
-MOST: Final = 256
+MAX: Final = 256
 """Spans between two takings; more are counted only."""
 
-MOST_OPEN: Final = 4096
+MAX_OPEN: Final = 4096
 
 BEFORE_S: Final = 60.0
 """That the timeline shows."""
@@ -58,7 +58,7 @@ class Spans:
     def begun(self, request: int, span: GpuSpan) -> None:
         if (before := self._open.get(request)) is not None:
             self._end(request, before, span.begun_s, "executor_lost")
-        if len(self._open) >= MOST_OPEN:
+        if len(self._open) >= MAX_OPEN:
             self._dropped[span.function, span.tenant] += 1
             return
         self._numbers += 1
@@ -83,7 +83,7 @@ class Spans:
     def _end(self, request: int, span: GpuSpan, now_s: float, word: str) -> None:
         del self._open[request]
         told = self._fresh.pop(request, None) is None
-        if len(self._ended) >= MOST and not told:
+        if len(self._ended) >= MAX and not told:
             self._dropped[span.function, span.tenant] += 1
             return
         span.ended_s, span.outcome = now_s, word
@@ -91,7 +91,7 @@ class Spans:
 
     def taken(self) -> tuple[list[GpuSpan], Counter[tuple[str, str]]]:
         """The spans, and how many there were besides."""
-        room = max(0, MOST - len(self._ended))
+        room = max(0, MAX - len(self._ended))
         fresh = list(self._fresh.items())[:room]
         for request, _ in fresh:
             del self._fresh[request]
@@ -104,7 +104,7 @@ def before(past: Iterable[tuple[str, Past]], at: float, now_s: float) -> list[li
     """As told, oldest first, of requests that are over with their functions: the newest. Their numbers are below 0, so
     that they are nobody else's. ``at`` is ``now_s`` of the Unix clock.
     """
-    newest = sorted((each for each in past if each[1].timing.gpu >= 0), key=lambda each: each[1].at)[-MOST:]
+    newest = sorted((each for each in past if each[1].timing.gpu >= 0), key=lambda each: each[1].at)[-MAX:]
     spans = []
     for number, (function, each) in enumerate(newest, -len(newest)):
         timing, ended_s = each.timing, now_s - max(0.0, at - each.at)

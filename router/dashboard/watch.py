@@ -24,7 +24,7 @@ from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.requests import Requests
 from dormouse.schemas import messages as m
 
-MOST: Final = 16
+MAX: Final = 16
 """Watchers at once, and of these, OF_TENANTS of tenants and of callers without a key: the rest is for keys that see the
 whole node.
 """
@@ -36,7 +36,7 @@ OF_ONE: Final = 4
 SPANS_S: Final = 0.25
 """Between two tellings of requests."""
 
-LEAST_S, PAUSE_S, LONGEST_S = 0.25, 1.0, 5.0
+MIN_S, PAUSE_S, LONGEST_S = 0.25, 1.0, 5.0
 """Between two samples: after news of processes or deploys, usually, and at most."""
 
 PATIENCE: Final = 20
@@ -122,7 +122,7 @@ class Sampler:
         alike = [group for group in others if (group.caller.tenant, group.reads) == (caller.tenant, reads)]
         of_one = sum(len(group.watchers) for group in alike)
         bounded = not (whole and reads) and (of_tenants >= OF_TENANTS or of_one >= OF_ONE)
-        if self.watchers >= MOST or bounded:
+        if self.watchers >= MAX or bounded:
             text = "too many watch this node already; close other dashboards, or come back later"
             raise HttpError(m.Failure(code="too_many_watchers", status=503, text=text, retryable=True))
         group = self._groups.setdefault((caller.tenant, caller.functions, reads), _Group(caller, whole, reads))
@@ -192,9 +192,9 @@ class Sampler:
                     self._tell(group, status)
                     await asyncio.sleep(0)  # requests first
                 pause_s = min(LONGEST_S, max(PAUSE_S, PATIENCE * (loop.time() - began_s)))
-                await asyncio.sleep(LEAST_S)
+                await asyncio.sleep(MIN_S)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), pause_s - LEAST_S)
+                    await asyncio.wait_for(self._news.wait(), pause_s - MIN_S)
         except Exception:  # the outermost frame of the sampler: the node serves on
             self._node.log.error("watch_raised", story=traceback.format_exc())
             self._sampler = None

@@ -15,7 +15,7 @@ WINDOW_S: Final = 60.0
 ROW_S: Final = 600.0
 """Failures in a row are told for longer: of a function that is asked seldom, too."""
 
-MOST: Final = 1024
+MAX: Final = 1024
 """Answers that are kept: enough for 98 % and 99 %, and little for hundreds of functions."""
 
 
@@ -24,7 +24,7 @@ class Lately:
     """``key`` is what of a function is counted: its version."""
 
     key: object = None
-    answers: deque[tuple[float, bool, bool]] = field(default_factory=lambda: deque(maxlen=MOST))  # at, late, failed
+    answers: deque[tuple[float, bool, bool]] = field(default_factory=lambda: deque(maxlen=MAX))  # at, late, failed
     late: int = 0  # of these
     in_a_row: int = 0  # failures, since something was answered
 
@@ -33,7 +33,7 @@ class Lately:
         if self.key is not key and self.key != key:
             self.key, self.late, self.in_a_row = key, 0, 0
             self.answers.clear()
-        self.late += late - (len(self.answers) == MOST and self.answers[0][1])
+        self.late += late - (len(self.answers) == MAX and self.answers[0][1])
         self.answers.append((now_s, late, failed))
         self.in_a_row = self.in_a_row + 1 if failed else 0
 

@@ -20,7 +20,7 @@ from dormouse.router.access.access import Caller
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.llm import DefaultSampling
 
-MOST_LEVELS: Final = 64
+MAX_LEVELS: Final = 64
 """Of a schema: beyond any function's own types, and far from Python's limit."""
 
 _REF: Final = "#/$defs/"
@@ -61,7 +61,7 @@ def said_in(schema: bytes | None) -> dict[str, Any]:
     if not isinstance(said, dict):
         return {}
     found = {key: said[key] for key in ("request", "response") if isinstance(said.get(key), dict)}
-    if any(_levels(each, MOST_LEVELS) > MOST_LEVELS for each in found.values()):
+    if any(_levels(each, MAX_LEVELS) > MAX_LEVELS for each in found.values()):
         return {}
     if _tensors(tensors := said.get("tensors")):
         found["tensors"] = tensors

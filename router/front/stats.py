@@ -51,12 +51,12 @@ STAGES: Final = ("queue", "wait", "run")
 """Of a request: in its function's queue, waiting for a GPU, in the instance."""
 
 
-MOST: Final = 1 << 40
+MAX: Final = 1 << 40
 """Of what an instance says of one answer, in tokens or microseconds: no sum can grow beyond what can be told."""
 
 
 def _clipped(said: int) -> int:
-    return min(max(0, said), MOST)
+    return min(max(0, said), MAX)
 
 
 def _window() -> deque[float]:

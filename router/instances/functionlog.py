@@ -15,7 +15,7 @@ from dormouse.core.logrecords import BEGINS_MARK, begun, last_mark, mark
 from dormouse.core.names import base_of
 
 MARK_S: Final = 1.0
-MOST_MARKS: Final = 8192
+MAX_MARKS: Final = 8192
 """Of one log: 128 KiB."""
 
 _MARK: Final = struct.Struct("<Qd")
@@ -70,7 +70,7 @@ class TimeMarks:
         if self._marks and abs(now_s - self._marks[-1][1]) < MARK_S:
             return False
         self._marks.append((offset, now_s))
-        if len(self._marks) > MOST_MARKS:  # a log that is written slowly: every other one will do
+        if len(self._marks) > MAX_MARKS:  # a log that is written slowly: every other one will do
             self._marks = self._marks[::2]
             data = b"".join(_MARK.pack(*mark) for mark in self._marks)
             with suppress(OSError):
@@ -87,7 +87,7 @@ class TimeMarks:
         later = next((n for n, (_, at_s) in enumerate(self._marks) if at_s > since_s - MARK_S), None)
         if later is None:
             return 1 << 62
-        return self._marks[max(0, later - 1) if len(self._marks) >= MOST_MARKS // 2 else later][0]
+        return self._marks[max(0, later - 1) if len(self._marks) >= MAX_MARKS // 2 else later][0]
 
     def move(self, path: Path) -> None:
         """The log is another's predecessor now."""

@@ -22,7 +22,7 @@ CLOSE_NBYTES: Final = 64 << 10
 IDS_NBYTES: Final = 4 << 10
 """Of a batch, in a mark: all ids that the node makes have room."""
 
-MOST_PARTS: Final = 1024
+MAX_PARTS: Final = 1024
 """Of one read, that are of other requests than what is before them: lines of 64 bytes, each another's. What comes after
 that is nobody's.
 """
@@ -63,7 +63,7 @@ class LogPipe:
         if data:
             parts = list[tuple[str, list[bytes]]]()
             for numbers, text in self._labels.read(data):
-                request = self._whose(numbers) if len(parts) < MOST_PARTS else ""
+                request = self._whose(numbers) if len(parts) < MAX_PARTS else ""
                 if not parts or parts[-1][0] != request:
                     parts.append((request, []))
                 parts[-1][1].append(text)

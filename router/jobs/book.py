@@ -21,7 +21,7 @@ from dormouse.core.quantities import size
 from dormouse.router.front.bodies import SMALL_NBYTES
 from dormouse.schemas.messages import Failure
 
-MOST_BEGUN: Final = 64
+MAX_BEGUN: Final = 64
 """Of a node at a time: their bodies and answers are in memory."""
 
 AGAIN_S: Final = 1.0
@@ -194,7 +194,7 @@ class JobBook:
                 self._at_once.remove(job)
                 self._becomes(job, JobState.BEGUN)
                 return job
-        if not patient or self._begun.total() >= MOST_BEGUN:
+        if not patient or self._begun.total() >= MAX_BEGUN:
             return None
         found: Job | None = None
         for function, queue in self._queues.items():
@@ -215,7 +215,7 @@ class JobBook:
         known, nbytes, most_nbytes, parts = (
             self._tenants[job.tenant], _room_nbytes(job), self.limits.begun_nbytes, self.limits.parts,
         )  # fmt: skip
-        if known.begun >= MOST_BEGUN // parts:
+        if known.begun >= MAX_BEGUN // parts:
             return False
         if nbytes and self._begun_nbytes and self._begun_nbytes + nbytes > most_nbytes:
             return False
@@ -308,7 +308,7 @@ class JobBook:
         assert {id(job) for job in queued} == {id(j) for j in self.jobs.values() if j.state is JobState.QUEUED}
         begun = Counter(job.function for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient)
         assert begun == self._begun
-        assert begun.total() <= MOST_BEGUN
+        assert begun.total() <= MAX_BEGUN
         sizes = [_room_nbytes(job) for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient]
         assert self._begun_nbytes == sum(sizes)
         assert self._begun_nbytes <= self.limits.begun_nbytes or len([nbytes for nbytes in sizes if nbytes]) == 1
@@ -322,7 +322,7 @@ class JobBook:
             assert [job.ended_s for job in tenant.ended] == sorted(job.ended_s for job in tenant.ended)
             having = [_room_nbytes(job) for job in own if job.state is JobState.BEGUN and job.patient]
             assert (tenant.begun, tenant.begun_nbytes) == (len(having), sum(having))
-            assert tenant.begun <= MOST_BEGUN // self.limits.parts
+            assert tenant.begun <= MAX_BEGUN // self.limits.parts
             assert 0 < tenant.jobs <= self.limits.tenant_jobs
             assert tenant.nbytes <= self.limits.tenant_nbytes
         for scope, job in self.keyed.items():

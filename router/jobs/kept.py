@@ -26,7 +26,7 @@ PARTS: Final = 2
 READ_S: Final = 20.0
 """In which the file is to be read after a start."""
 
-MOST_LISTED: Final = 1000
+MAX_LISTED: Final = 1000
 """Of a caller's jobs, the newest."""
 
 
@@ -237,8 +237,8 @@ class KeptJobs:
             for job in self.book.jobs.values()
             if function in ("", job.function) and caller.sees(job.function, job.tenant)
         ]
-        rows = b",".join(self.told(job) for job in own[: -MOST_LISTED - 1 : -1])
-        return b'{"jobs":[%b],"more":%d}' % (rows, max(0, len(own) - MOST_LISTED))
+        rows = b",".join(self.told(job) for job in own[: -MAX_LISTED - 1 : -1])
+        return b'{"jobs":[%b],"more":%d}' % (rows, max(0, len(own) - MAX_LISTED))
 
     def told(self, job: Job) -> bytes:
         """How it is."""

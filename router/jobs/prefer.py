@@ -18,7 +18,7 @@ _PREFERENCE: Final = re.compile(rf"\s*({_TOKEN})\s*(?:=\s*(?:({_VALUE})\s*)?)?(?
 
 _KEY: Final = re.compile(rb"[\x21-\x7e]{1,255}")
 
-MOST_WAIT_S: Final = 60
+MAX_WAIT_S: Final = 60
 """Longer waits are cut to this, as a proxy would."""
 
 
@@ -60,5 +60,5 @@ def _preferring(wish: Preferences, text: str) -> Preferences:
         elif name == "wait" and wish.wait_s is None:
             if value is None or re.fullmatch("[0-9]{1,9}", value) is None:
                 raise refuse(400, "bad_headers", "Prefer: wait is a number of seconds, as in wait=30", close=True)
-            wish = wish._replace(wait_s=min(MOST_WAIT_S, int(value)))
+            wish = wish._replace(wait_s=min(MAX_WAIT_S, int(value)))
     return wish

@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 LEVEL: Final = 1
 """Of compression: the text is nearly all names, of which any level makes a tenth."""
 
-MOST: Final = 10_000
+MAX: Final = 10_000
 """Functions whose time is known, those that were told last."""
 
 
@@ -36,7 +36,7 @@ class Spent:
             cpu_s += sum(max(0.0, usage.cpu_s - before.get(pid, 0.0)) for pid, usage in usages.items())
             self._known[each.name] = cpu_s, {pid: usage.cpu_s for pid, usage in usages.items()}
             taken[each.name] = MachineShare(sum(usage.memory_nbytes for usage in usages.values()), cpu_s)
-        for name in [*self._known][: max(0, len(self._known) - MOST)]:
+        for name in [*self._known][: max(0, len(self._known) - MAX)]:
             del self._known[name]
         return taken
 

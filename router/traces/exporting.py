@@ -19,7 +19,7 @@ from dormouse.core.config import TracingSection
 from dormouse.router.traces.spans import GivenIds, emit
 from dormouse.schemas import messages as m
 
-MOST: Final = 8192
+MAX: Final = 8192
 """Spans that wait, some 10 MB."""
 
 BATCH: Final = 512
@@ -80,7 +80,7 @@ class Exporting:
         logger.propagate = False
         self._counting = _Counting(OTLPSpanExporter(address(config.endpoint), timeout=ANSWER_S), trouble)
         self._processor = BatchSpanProcessor(
-            self._counting, max_queue_size=MOST, schedule_delay_millis=PAUSE_MS, max_export_batch_size=BATCH
+            self._counting, max_queue_size=MAX, schedule_delay_millis=PAUSE_MS, max_export_batch_size=BATCH
         )
         self._ids = GivenIds()
         provider = TracerProvider(
@@ -97,7 +97,7 @@ class Exporting:
         for request in requests:
             spans = 1 + len(request.spent_s) + (request.copy_s is not None)
             done = self._counting.exported + self._counting.failed
-            if self._taken - done + spans > MOST:
+            if self._taken - done + spans > MAX:
                 self._dropped += spans
             else:
                 self._taken += spans

@@ -13,7 +13,7 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 ROLE: Final = "traces"
-MOST: Final = 2048
+MAX: Final = 2048
 """Requests that wait: some seconds of a busy node, in which the process starts or is replaced."""
 
 BATCH: Final = 64
@@ -55,7 +55,7 @@ class Outbox:
         return self._config.share if self._config.endpoint else None
 
     def add(self, request: m.TracedRequest) -> None:
-        if len(self._waiting) >= MOST:
+        if len(self._waiting) >= MAX:
             self._drop([request])
             return
         self._waiting.append(request)
@@ -88,7 +88,7 @@ class Outbox:
         if epoch:
             path = self._node.paths.link(ROLE, "router", epoch)
             self._link = Link(
-                path, bind=False, incoming=m.TracesToRouter, on_message=self._heard, hwm=UNREAD + MOST // BATCH
+                path, bind=False, incoming=m.TracesToRouter, on_message=self._heard, hwm=UNREAD + MAX // BATCH
             )
             self.flush()
 

@@ -157,7 +157,7 @@ def handle(weights, n):
     return [kept[0].sum().item(), kept[1].sum().item(), *below]
 """
 
-MOST = 768 << 10
+MAX = 768 << 10
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_chains_that_fill_the_gpu_at_each_step_end_with_their_own_values(node: T
 def test_answers_are_what_a_client_gets(node: TestNode) -> None:
     parts = [{"part": 0}, {"part": 1}, {"part": 2}]
     assert asks(node, "types") == ["int16", [[0, 2, 4], [6, 8, 10]], "cba", parts]
-    assert asks(node, "tries", to="called", body={"large": MOST - 2}) == "x" * (MOST - 2), "with quotes, all there is"
+    assert asks(node, "tries", to="called", body={"large": MAX - 2}) == "x" * (MAX - 2), "with quotes, all there is"
 
 
 def test_many_at_once_get_their_own_answers(node: TestNode) -> None:
@@ -220,8 +220,8 @@ def test_many_at_once_get_their_own_answers(node: TestNode) -> None:
         ("called", {"refuses": 1}, "FunctionRefused", 418, "teapot", "no tea"),
         ("called", {"raises": 1}, "FunctionFailed", 500, "function_raised", "ValueError: the called one's"),
         ("called", {"dies": 1}, "FunctionFailed", 502, "sandbox_died", "in the middle of the request"),
-        ("called", {"large": MOST - 1}, "RequestRefused", 413, "answer_too_large", "768 KiB"),
-        ("called", "x" * MOST, "RequestRefused", 413, "body_too_large", "768 KiB"),
+        ("called", {"large": MAX - 1}, "RequestRefused", 413, "answer_too_large", "768 KiB"),
+        ("called", "x" * MAX, "RequestRefused", 413, "body_too_large", "768 KiB"),
         ("later", 1, "NotThere", 404, "unknown_function", "'later'"),
         ("no name", 1, "NotThere", 404, "unknown_function", "'no name'"),
         ("other", 1, "NotAllowed", 403, "call_refused", "may call only called, later"),

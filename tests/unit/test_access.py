@@ -13,7 +13,7 @@ from dormouse.core.rate import Bucket
 from dormouse.router.access import access
 from dormouse.router.access.access import CALLS, NEEDS, OPEN, ROUTES, Act
 from dormouse.router.access.gate import Entered, HttpGate, Turned
-from dormouse.router.access.passes import MOST_SESSIONS, MOST_TICKETS, SESSION_S, TICKET_S
+from dormouse.router.access.passes import MAX_SESSIONS, MAX_TICKETS, SESSION_S, TICKET_S
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
 
@@ -546,10 +546,10 @@ def test_all_sessions_and_links_can_be_ended(node: Node) -> None:
 def test_links_and_sessions_are_few(node: Node) -> None:
     passes = node.gate.passes
     first = passes.ticket("a")
-    for _ in range(MOST_TICKETS):
+    for _ in range(MAX_TICKETS):
         passes.ticket("a")
     assert passes.redeem(first.encode()) is None
-    keys = [passes.redeem(passes.ticket("a").encode()) for _ in range(MOST_SESSIONS + 1)]
+    keys = [passes.redeem(passes.ticket("a").encode()) for _ in range(MAX_SESSIONS + 1)]
     assert [_let_in(node, keys[place] or "") for place in (0, 1, -1)] == [401, 200, 200]
 
 

@@ -87,7 +87,7 @@ def test_what_is_no_ordinary_file_is_refused(site: Path, secret: Path, kind: str
     assert _modes(secret) == [0o700, 0o600]
 
 
-@pytest.mark.parametrize("depth", [builtfiles.MOST_DEPTH, builtfiles.MOST_DEPTH + 1, 3000])
+@pytest.mark.parametrize("depth", [builtfiles.MAX_DEPTH, builtfiles.MAX_DEPTH + 1, 3000])
 def test_folders_in_folders_are_bounded(site: Path, depth: int) -> None:
     fd = os.open(site, os.O_RDONLY)
     for _ in range(depth):
@@ -97,7 +97,7 @@ def test_folders_in_folders_are_bounded(site: Path, depth: int) -> None:
         fd = inner
     os.close(fd)
     try:
-        if depth <= builtfiles.MOST_DEPTH:
+        if depth <= builtfiles.MAX_DEPTH:
             assert _own(site) == (0, ["d"])
             return
         for look in (lambda: _own(site), lambda: builtfiles.nbytes(str(site))):
@@ -109,7 +109,7 @@ def test_folders_in_folders_are_bounded(site: Path, depth: int) -> None:
 
 
 def test_files_are_counted_while_they_are_written(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtfiles, "MOST_FILES", 3)
+    monkeypatch.setattr(builtfiles, "MAX_FILES", 3)
     for name in "abc":
         (site / name).touch()
     assert builtfiles.nbytes(str(site)) == 0

@@ -1,6 +1,6 @@
 """Whose the time of each GPU was lately."""
 
-from dormouse.controller.busyshares import MOST, WINDOW_S, BusyShares
+from dormouse.controller.busyshares import MAX, WINDOW_S, BusyShares
 from dormouse.controller.usage import NodeUsage
 from dormouse.core.log import get_logger
 from dormouse.schemas import messages as m
@@ -27,10 +27,10 @@ def test_shares_are_of_the_window_and_of_one_gpu() -> None:
 
 def test_of_many_those_with_most_are_told() -> None:
     shares = BusyShares()
-    for number in range(MOST + 5):
+    for number in range(MAX + 5):
         shares.add(0, f"f{number}", 1000 * (1 + number), 1.0)
     told = shares.told(0, 1.0)
-    assert (len(told["functions"]), next(iter(told["functions"])), told["others"]) == (MOST, f"f{MOST + 4}", 5)
+    assert (len(told["functions"]), next(iter(told["functions"])), told["others"]) == (MAX, f"f{MAX + 4}", 5)
 
 
 def test_no_more_slots_are_kept_than_the_window_has() -> None:

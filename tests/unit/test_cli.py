@@ -1701,7 +1701,7 @@ def test_doctor_says_how_much_room_the_disks_have(tmp_path: Path, monkeypatch: p
     config = NodeConfig(node=NodeSection(run=str(tmp_path / "run"), state=str(tmp_path / "state")))
     found = []
     for least in ((0, 0), (0, 1 << 62), (1 << 62, 1 << 62)):
-        monkeypatch.setattr(doctor, "LEAST_FREE", {"run": least, "state": least})
+        monkeypatch.setattr(doctor, "MIN_FREE", {"run": least, "state": least})
         found += [(doctor._disk(config, what).name, doctor._disk(config, what).state) for what in ("run", "state")]
     assert found == [
         ("run disk", "ok"), ("state disk", "ok"),

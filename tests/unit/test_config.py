@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dormouse.core.config import LEAST_NBYTES, NodeConfig, parse_duration_ms, parse_nbytes
+from dormouse.core.config import MIN_NBYTES, NodeConfig, parse_duration_ms, parse_nbytes
 from dormouse.core.nodefile import load_config, parse_config
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.schemas.errors import ConfigError
@@ -217,9 +217,9 @@ def test_errors_name_the_key_and_its_line(tmp_path: Path, text: str, line: int, 
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("pool", LEAST_NBYTES)
+@pytest.mark.parametrize("pool", MIN_NBYTES)
 def test_the_least_memory_is_what_a_pool_can_use(pool: str) -> None:
-    least = LEAST_NBYTES[pool]
+    least = MIN_NBYTES[pool]
     for nbytes in (least, least - 1):
         device = HostDevice(nbytes, pool=pool)
         assert device.make_pool().capacity == (least if nbytes == least else 0)

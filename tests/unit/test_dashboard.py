@@ -19,8 +19,8 @@ from dormouse.router.access import tenancy
 from dormouse.router.access.access import ANYBODY, Caller
 from dormouse.router.dashboard import pages, watch
 from dormouse.router.dashboard.pages import PageFiles
-from dormouse.router.dashboard.rows import MOST_PROBLEMS, TEXT, NodeView, difference, view
-from dormouse.router.dashboard.spans import MOST, GpuSpan, Spans, before
+from dormouse.router.dashboard.rows import MAX_PROBLEMS, TEXT, NodeView, difference, view
+from dormouse.router.dashboard.spans import MAX, GpuSpan, Spans, before
 from dormouse.router.dashboard.watch import OF_ONE, OF_TENANTS, Sampler, Watcher
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.front.recent import Past
@@ -105,10 +105,10 @@ def test_who_shares_is_bounded() -> None:
 
 
 def test_what_functions_write_is_bounded() -> None:
-    names = [f"f-{number}" for number in range(MOST_PROBLEMS + 9)]
+    names = [f"f-{number}" for number in range(MAX_PROBLEMS + 9)]
     said = view(status(*names, state="failed", error="x" * 100_000), True)
     assert [len(row["error"]) for row in said.functions.values()] == [TEXT] * len(names)
-    assert len(said.problems) == MOST_PROBLEMS + 1
+    assert len(said.problems) == MAX_PROBLEMS + 1
     assert said.problems[-1] == "and 9 more"
 
 
@@ -166,14 +166,14 @@ def test_a_copy_ends_no_later_than_its_request() -> None:
 
 def test_more_requests_than_a_person_can_see_are_counted() -> None:
     spans = Spans()
-    for request in range(MOST + 5):
+    for request in range(MAX + 5):
         spans.begun(request, span())
         spans.ended(answered(request), 2.0)
     told, dropped = spans.taken()
-    assert (len(told), dropped) == (MOST, {("f", "shop"): 5})
-    for request in range(MOST + 5):
+    assert (len(told), dropped) == (MAX, {("f", "shop"): 5})
+    for request in range(MAX + 5):
         spans.begun(request, span())
-    assert [len(spans.taken()[0]) for _ in range(3)] == [MOST, 5, 0], "what goes on can be told later"
+    assert [len(spans.taken()[0]) for _ in range(3)] == [MAX, 5, 0], "what goes on can be told later"
 
 
 def test_what_was_before_is_told_of_the_last_requests() -> None:
@@ -191,8 +191,8 @@ def test_what_was_before_is_told_of_the_last_requests() -> None:
         [-2, "a", 1, 48.0, 48.5, 50.0, "host", "ok", 0.5],
         [-1, "a", 0, 49.0, 50.0, 50.0, "", "ok", 0.0],
     ]
-    many = before((("a", past(float(at), gpu=0)) for at in range(MOST + 5)), 300.0, 300.0)
-    assert [many[0][0], many[0][5], many[-1][0], len(many)] == [-MOST, 5.0, -1, MOST]
+    many = before((("a", past(float(at), gpu=0)) for at in range(MAX + 5)), 300.0, 300.0)
+    assert [many[0][0], many[0][5], many[-1][0], len(many)] == [-MAX, 5.0, -1, MAX]
 
 
 # --- those who watch
@@ -255,7 +255,7 @@ def run(work: Callable[[World], Any]) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that follow at once: who waits for one should not wait long."""
-    for name, value in (("LEAST_S", 0.0), ("PAUSE_S", 0.01), ("PATIENCE", 0), ("SPANS_S", 0.01)):
+    for name, value in (("MIN_S", 0.0), ("PAUSE_S", 0.01), ("PATIENCE", 0), ("SPANS_S", 0.01)):
         monkeypatch.setattr(watch, name, value)
 
 
@@ -370,7 +370,7 @@ def test_there_are_at_most_so_many() -> None:
         assert len(readers) == OF_TENANTS
         refused(Caller("key 1", None, "", frozenset({"deploy"}), "third"))
         whole = Caller("key 2", None, "", frozenset({"deploy", "admin"}))
-        readers += [Reader(world, whole) for _ in range(watch.MOST - OF_TENANTS)]
+        readers += [Reader(world, whole) for _ in range(watch.MAX - OF_TENANTS)]
         refused(whole)
         world.sampler.leave(readers.pop().watcher)
         readers.append(Reader(world, whole))

@@ -3,13 +3,13 @@
 import pytest
 
 from dormouse.router.admin.environmentbook import (
-    MOST_ASKED,
+    MAX_ASKED,
     Claim,
     EnvironmentBook,
     EnvironmentRecord,
     EnvironmentState,
 )
-from dormouse.router.admin.environmentbuild import LEAST_FREE_NBYTES, BuildBounds, BuildUse
+from dormouse.router.admin.environmentbuild import MIN_FREE_NBYTES, BuildBounds, BuildUse
 from dormouse.router.admin.turns import EACH
 from dormouse.router.front.exchange import HttpError
 
@@ -149,11 +149,11 @@ def test_all_together_are_bounded() -> None:
 
 def test_ways_to_ask_are_remembered_in_bounds() -> None:
     book = EnvironmentBook(100, 100)
-    for number in range(MOST_ASKED + 1):
+    for number in range(MAX_ASKED + 1):
         claim = book.claim(str(number), "shop", VERSIONS)
         _built(book, claim, "k", 10)
     asked = book.environments["k"].record.asked
-    assert asked == [str(number) for number in range(MOST_ASKED, 0, -1)]
+    assert asked == [str(number) for number in range(MAX_ASKED, 0, -1)]
 
 
 def test_builds_that_wait_are_bounded_and_one_that_ends_before_its_turn_ends_no_other() -> None:
@@ -170,7 +170,7 @@ def test_builds_that_wait_are_bounded_and_one_that_ends_before_its_turn_ends_no_
     assert book.next() is claims[2].build
 
 
-FREE = LEAST_FREE_NBYTES
+FREE = MIN_FREE_NBYTES
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SMOLLM2: Final[dict[str, Any]] = {
     "tie_word_embeddings": True,
     "vocab_size": 49152,
 }
-MOST_NBYTES: Final = 5_000_000
+MAX_NBYTES: Final = 5_000_000
 """Of all of them: they are in the repository."""
 
 PLAIN: Final = "Rome is the capital of Italy"
@@ -44,7 +44,7 @@ def test_there_are_eight_with_two_files_each_and_they_are_small() -> None:
     assert {each.name for each in ADAPTERS.iterdir()} == set(STYLES)
     files = {each for name in STYLES for each in (ADAPTERS / name).iterdir()}
     assert files == {ADAPTERS / name / file for name in STYLES for file in (CONFIG, WEIGHTS)}
-    assert sum(each.stat().st_size for each in files) <= MOST_NBYTES
+    assert sum(each.stat().st_size for each in files) <= MAX_NBYTES
 
 
 @pytest.mark.parametrize("name", STYLES)

@@ -21,7 +21,7 @@ from dormouse.controller.status import NO_STORE
 from dormouse.core.decisions.requests.events import Timing
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
-from dormouse.core.problems import LEAST_DISK_NBYTES
+from dormouse.core.problems import MIN_DISK_NBYTES
 from dormouse.router.front.stats import NO_ERRORS, FunctionStats
 from dormouse.router.metrics.exposition import IDLE_S, NODES_FAULT, MachineShare, written
 from dormouse.router.metrics.main import Spent
@@ -358,7 +358,7 @@ def test_the_alerts_about_builds_and_the_disk_know_what_the_node_says() -> None:
     rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
     by_name = {rule["alert"]: rule["expr"] for rule in rules}
     assert re.findall(r'outcome=~"([^"]+)"', by_name["DormouseBuildsFail"]) == ["|".join(NODES_FAULT)]
-    assert by_name["DormouseDisk"] == f"dormouse_disk_free_bytes < {LEAST_DISK_NBYTES}"
+    assert by_name["DormouseDisk"] == f"dormouse_disk_free_bytes < {MIN_DISK_NBYTES}"
     where = [*(ROOT / "router" / "admin").glob("environment*.py"), ROOT / "core" / "sandbox" / "builder.py"]
     source = "".join(path.read_text() for path in where)
     assert [code for code in NODES_FAULT if f'"{code}"' not in source] == []

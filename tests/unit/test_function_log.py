@@ -14,12 +14,12 @@ from dormouse.router.instances.functionlog import (
     CHUNK_NBYTES,
     FOLLOWER_NBYTES,
     LEFT,
-    MOST_MARKS,
+    MAX_MARKS,
     FunctionLog,
     FunctionLogs,
     TimeMarks,
 )
-from dormouse.router.instances.logpipe import CLOSE_NBYTES, MASKED_NBYTES, MOST_PARTS, READ_NBYTES, LogPipe
+from dormouse.router.instances.logpipe import CLOSE_NBYTES, MASKED_NBYTES, MAX_PARTS, READ_NBYTES, LogPipe
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_record_that_was_being_written_is_told_whole(
 
 def test_marks_of_time_are_bounded_and_those_that_are_broken_are_none(tmp_path: Path) -> None:
     marks = TimeMarks(tmp_path / "marks")
-    for second in range(3 * MOST_MARKS):
+    for second in range(3 * MAX_MARKS):
         marks.mark(second * 2, float(second * 2))
         marks.mark(second * 2 + 1, second * 2 + 0.5)
-    assert MOST_MARKS / 2 <= (tmp_path / "marks").stat().st_size / 16 <= MOST_MARKS
+    assert MAX_MARKS / 2 <= (tmp_path / "marks").stat().st_size / 16 <= MAX_MARKS
     for known in (marks, TimeMarks(tmp_path / "marks")):
-        for since in (16.0, 20000.0, 3.0 * MOST_MARKS):
+        for since in (16.0, 20000.0, 3.0 * MAX_MARKS):
             assert since - 16 <= known.offset(since) <= since
     (tmp_path / "marks").write_bytes(b"x" * 15)
     assert TimeMarks(tmp_path / "marks").offset(0.0) == 1 << 62
@@ -278,7 +278,7 @@ def test_of_several_requests_labels_say_whose_a_line_is(tmp_path: Path) -> None:
 
 def test_labels_cost_no_more_than_lines_do(tmp_path: Path) -> None:
     told = _told(tmp_path, {1: "a", 2: "b"}, b"\x1e1\x1fx\n\x1e2\x1fy\n" * 2000)
-    assert [request for _, request in told] == ["a", "b"] * (MOST_PARTS // 2) + [""] * (4000 - MOST_PARTS)
+    assert [request for _, request in told] == ["a", "b"] * (MAX_PARTS // 2) + [""] * (4000 - MAX_PARTS)
 
 
 def test_a_secret_between_two_writes_of_a_request_is_hidden(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from dormouse.core.listening import MOST_FDS, HandedSockets
+from dormouse.core.listening import MAX_FDS, HandedSockets
 
 CONNECTIONS = 600
 """A packet for each does not fit: the kernel takes some hundred."""
@@ -32,7 +32,7 @@ def test_what_finds_no_room_is_closed() -> None:
     heir = HandedSockets(ours)
     one, other = socket.socketpair()
     with one, other:
-        assert [heir.give(one.fileno()) for _ in range(MOST_FDS + 1)] == [True] * MOST_FDS + [False]
+        assert [heir.give(one.fileno()) for _ in range(MAX_FDS + 1)] == [True] * MAX_FDS + [False]
         one.close()
         other.settimeout(60.0)
         assert other.recv(1) == b"", "no descriptor of it is left"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
-from dormouse.client_shim.instance.inference import MOST_ELEMENTS, Inference
+from dormouse.client_shim.instance.inference import MAX_ELEMENTS, Inference
 from dormouse.client_shim.instance.signatures import Signature, written
 from dormouse.schemas.open_inference import InferenceKind
 
@@ -27,10 +27,10 @@ def _read(shape: list[int], datatype: str, binary: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize("datatype", ["FP64", "INT8", "BF16", "BYTES"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_a_shape_with_a_zero_is_bounded_too(datatype: str, binary: bool) -> None:
-    for shape in ([0, 1 << 63], [1 << 62, 0, 1 << 62], [0, MOST_ELEMENTS + 1], [0, 1 << 30, 1 << 30], [0, 10**400]):
+    for shape in ([0, 1 << 63], [1 << 62, 0, 1 << 62], [0, MAX_ELEMENTS + 1], [0, 1 << 30, 1 << 30], [0, 10**400]):
         with pytest.raises(BadRequest):
             _read(shape, datatype, binary)
-    assert _read([0, MOST_ELEMENTS], datatype, binary) == (0, MOST_ELEMENTS)
+    assert _read([0, MAX_ELEMENTS], datatype, binary) == (0, MAX_ELEMENTS)
 
 
 def _answered(result: Any, outputs: dict[str, Any] | None = None) -> Any:

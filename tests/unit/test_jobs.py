@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dormouse.router.front.bodies import SMALL_NBYTES
 from dormouse.router.front.exchange import HttpError
-from dormouse.router.jobs.book import AGAIN_MOST_S, AGAIN_S, MOST_BEGUN, Job, JobBook, JobLimits, JobState
-from dormouse.router.jobs.prefer import MOST_WAIT_S, Preferences, wished
+from dormouse.router.jobs.book import AGAIN_MOST_S, AGAIN_S, MAX_BEGUN, Job, JobBook, JobLimits, JobState
+from dormouse.router.jobs.prefer import MAX_WAIT_S, Preferences, wished
 
 LIMITS = JobLimits(keep_s=100.0, tenant_jobs=4, tenant_nbytes=50, nbytes=80, begun_nbytes=40)
 
@@ -86,8 +86,8 @@ def test_what_somebody_waits_for_begins_at_once() -> None:
 
 def test_a_node_has_only_so_many_that_have_begun() -> None:
     limits = JobLimits(100.0, 1000, 10_000, 10_000, 10_000)
-    book = _book(*(_job(str(number), f"f{number}") for number in range(MOST_BEGUN + 1)), limits=limits)
-    assert [_next(book) for _ in range(MOST_BEGUN + 1)][-2:] == [str(MOST_BEGUN - 1), ""]
+    book = _book(*(_job(str(number), f"f{number}") for number in range(MAX_BEGUN + 1)), limits=limits)
+    assert [_next(book) for _ in range(MAX_BEGUN + 1)][-2:] == [str(MAX_BEGUN - 1), ""]
 
 
 LARGE = 1 << 20
@@ -108,13 +108,13 @@ def test_a_tenants_jobs_leave_room_for_another_tenants() -> None:
     assert [_next(book) for _ in range(3)] == ["a0", "a1", ""], "half of the bodies' room"
     book.add(_job("b0", "g0", "b", nbytes=2 * LARGE))
     assert [_next(book) for _ in range(2)] == ["b0", ""]
-    many = (_job(f"a{number}", f"f{number}") for number in range(MOST_BEGUN))
+    many = (_job(f"a{number}", f"f{number}") for number in range(MAX_BEGUN))
     book = _book(*many, limits=limits)
-    assert len(list(iter(lambda: _next(book), ""))) == MOST_BEGUN // 2
+    assert len(list(iter(lambda: _next(book), ""))) == MAX_BEGUN // 2
     for number in range(3):
         book.add(_job(f"b{number}", f"g{number}", "b"))
     book.end(book.jobs["a0"], 7, 200, "", 1.0, 2000.0)
-    assert [_next(book) for _ in range(5)] == ["b0", "b1", "b2", f"a{MOST_BEGUN // 2}", ""], "who has least is next"
+    assert [_next(book) for _ in range(5)] == ["b0", "b1", "b2", f"a{MAX_BEGUN // 2}", ""], "who has least is next"
 
 
 def test_what_was_turned_away_is_first_again_after_a_while() -> None:
@@ -259,7 +259,7 @@ TestLives = Lives.TestCase
         ("Respond-Async, wait=10", Preferences(respond_async=True, wait_s=10)),
         (' wait = 5 ; x="a, b" ,respond-async', Preferences(respond_async=True, wait_s=5)),
         ("return=minimal; foo; bar=1", Preferences()),
-        ("wait=99999", Preferences(wait_s=MOST_WAIT_S)),
+        ("wait=99999", Preferences(wait_s=MAX_WAIT_S)),
         ("wait=3, wait=4", Preferences(wait_s=3)),
         ('foo="respond-async"', Preferences()),
         ("", Preferences()),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dormouse.core import keys as keys_module
-from dormouse.core.keys import MOST_REVOKED, Key, KeyFile
+from dormouse.core.keys import MAX_REVOKED, Key, KeyFile
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -79,11 +79,11 @@ def test_revoking_again_changes_nothing(path: Path) -> None:
 def test_revoked_keys_are_remembered_up_to_a_bound(path: Path) -> None:
     keys = KeyFile(path)
     key, _ = made(keys)
-    rows = [json.loads(path.read_text())[0] | {"id": f"{n:012x}", "revoked_s": float(n)} for n in range(MOST_REVOKED)]
+    rows = [json.loads(path.read_text())[0] | {"id": f"{n:012x}", "revoked_s": float(n)} for n in range(MAX_REVOKED)]
     path.write_text(json.dumps([*rows, json.loads(path.read_text())[0]]))
     keys = KeyFile(path)
     keys.revoke(key.id, 1e9)
-    assert len(keys.all()) == MOST_REVOKED
+    assert len(keys.all()) == MAX_REVOKED
     assert f"{0:012x}" not in {each.id for each in keys.all()}
     assert key.id in {each.id for each in keys.all()}
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_a_key(path: Path, wish: Wish, says: str) -> None:
 
 
 def test_there_are_only_so_many_that_are_not_revoked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys_module, "MOST_KEYS", 2)
+    monkeypatch.setattr(keys_module, "MAX_KEYS", 2)
     keys = KeyFile(path)
     first, _ = made(keys)
     made(keys)

@@ -96,16 +96,16 @@ def test_a_line_printed_in_parts_is_whole_whoever_prints_between_them() -> None:
 
 def test_lines_without_an_end_have_a_limit() -> None:
     with printing() as printed:
-        for number in range(labelled_output.MOST_TEXTS):
+        for number in range(labelled_output.MAX_TEXTS):
             context.begin(_run(number))
             print(".", end="")
         with pytest.raises(BlockingIOError):
             printed()
-        context.begin(_run(labelled_output.MOST_TEXTS))
+        context.begin(_run(labelled_output.MAX_TEXTS))
         print("x" * io.DEFAULT_BUFFER_SIZE, end="")
         *left, (numbers, text) = printed()
-        assert left == [((number,), b".") for number in range(labelled_output.MOST_TEXTS)]
-        assert (numbers, text) == ((labelled_output.MOST_TEXTS,), b"x" * io.DEFAULT_BUFFER_SIZE)
+        assert left == [((number,), b".") for number in range(labelled_output.MAX_TEXTS)]
+        assert (numbers, text) == ((labelled_output.MAX_TEXTS,), b"x" * io.DEFAULT_BUFFER_SIZE)
 
 
 def test_long_text_is_in_parts_that_are_labelled() -> None:

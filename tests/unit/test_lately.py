@@ -3,7 +3,7 @@
 from typing import Any
 
 from dormouse.core.problems import ENOUGH, FEW, failing, late
-from dormouse.router.front.lately import MOST, ROW_S, WINDOW_S, Lately
+from dormouse.router.front.lately import MAX, ROW_S, WINDOW_S, Lately
 
 
 def row(lately: Lately, key: object = 1, now_s: float = 0.0) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_another_version_begins_anew() -> None:
 
 def test_what_is_kept_is_bounded_and_counted() -> None:
     lately = Lately()
-    for k in range(MOST + 24):
+    for k in range(MAX + 24):
         lately.add(1, 0.0, late=k < 25, failed=False)
     told = lately.told(1, 0.0)
-    assert (told["counted"], told["in_time"]) == (MOST, round(1 - 1 / MOST, 4))
+    assert (told["counted"], told["in_time"]) == (MAX, round(1 - 1 / MAX, 4))

@@ -140,7 +140,7 @@ def test_a_lease_ends_though_some_of_the_base_is_lost() -> None:
 
 
 def test_a_runtime_has_so_many_members_and_the_next_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "MOST_MEMBERS", 50)
+    monkeypatch.setattr(runtimes, "MAX_MEMBERS", 50)
     names = list(map(str, range(50 + 1)))
     played = Played(models=names, shared=names, adapters=names[1:], granules=len(names) + 8)
     for name in names:

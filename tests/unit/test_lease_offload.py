@@ -15,7 +15,7 @@ from dormouse.schemas.policy import Policy, changed, checked
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """These pools have few granules: half of them may be kept free."""
-    monkeypatch.setattr(offload, "MOST_SHARE", 2)
+    monkeypatch.setattr(offload, "MAX_SHARE", 2)
 
 
 def grow(played: Played, name: str, extents: int = 1) -> int:

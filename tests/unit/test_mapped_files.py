@@ -19,7 +19,7 @@ import torch
 
 from dormouse.client_shim.node import mapped_files
 from dormouse.client_shim.node.mapped_files import MAX_FILES, MIN_NBYTES
-from dormouse.client_shim.node.node_backend import MOST_UNANSWERED, SMALL_NBYTES, NodeBackend
+from dormouse.client_shim.node.node_backend import MAX_UNANSWERED, SMALL_NBYTES, NodeBackend
 from dormouse.client_shim.stream.failures import StoreRefused
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed
 from dormouse.client_shim.stream.stream import Stream
@@ -469,18 +469,18 @@ def test_arrays_in_files(loopback: Any, tmp_path: Path) -> None:
 # --- what is small is uploaded without waiting for each answer
 
 
-@pytest.mark.parametrize(("nbytes", "together"), [(0, MOST_UNANSWERED), (64, MOST_UNANSWERED), (SMALL_NBYTES, 16)])
+@pytest.mark.parametrize(("nbytes", "together"), [(0, MAX_UNANSWERED), (64, MAX_UNANSWERED), (SMALL_NBYTES, 16)])
 def test_small_uploads_are_waited_for_together(
     instance: Instance, store: SmallStore, nbytes: int, together: int
 ) -> None:
     """At most as many as have room in the arena; what lies there stays as it is until the store has had it."""
     kept, counts = [], []
-    for number in range(5 * MOST_UNANSWERED):
+    for number in range(5 * MAX_UNANSWERED):
         tensor = torch.full((nbytes,), number, dtype=torch.uint8)
         kept.append(instance.uploaded(tensor))
         tensor.fill_(255)
         counts.append(instance.backend.store.unanswered)
-    assert max(counts) == min(together, MOST_UNANSWERED - 1)
+    assert max(counts) == min(together, MAX_UNANSWERED - 1)
     assert instance.stream.commit() == 1
     assert [store.contents[each.id] for each in kept] == [bytes([number]) * nbytes for number in range(len(kept))]
     assert instance.backend.store.unanswered == 0
@@ -496,7 +496,7 @@ def test_what_the_store_refuses_late_is_in_no_version(instance: Instance, store:
     """Who waits next is told; and each commit, as long as the program has what has no value."""
     store.full = True
     data = torch.ones(9, dtype=torch.uint8)
-    lost = [instance.uploaded(data) for _ in range(MOST_UNANSWERED - 1)]
+    lost = [instance.uploaded(data) for _ in range(MAX_UNANSWERED - 1)]
     with pytest.raises(StoreRefused, match="no room for 9 bytes"):
         instance.uploaded(data)
     store.full = False
@@ -506,7 +506,7 @@ def test_what_the_store_refuses_late_is_in_no_version(instance: Instance, store:
     lost.clear()
     gc.collect()
     assert instance.stream.commit() == 1
-    assert len(store.freed) == MOST_UNANSWERED + 1
+    assert len(store.freed) == MAX_UNANSWERED + 1
 
 
 def test_what_has_died_before_it_is_refused_is_no_reason_later(instance: Instance, store: SmallStore) -> None:

@@ -1,7 +1,7 @@
 """Models that somebody waits for to be moved: each is answered once, when all have said that it is so."""
 
 from dormouse.controller import moves
-from dormouse.controller.moves import MOST, ModelLeaves, ModelMoves
+from dormouse.controller.moves import MAX, ModelLeaves, ModelMoves
 
 
 def test_all_who_wait_for_a_model_are_told_at_once() -> None:
@@ -54,10 +54,10 @@ def test_what_stays_on_a_gpu_stays_in_host_memory() -> None:
 
 def test_there_are_not_too_many() -> None:
     known = ModelMoves()
-    for query in range(MOST + 1):
+    for query in range(MAX + 1):
         known.brings(query, f"f{query}", 50.0)
         known.leaves(query, ModelLeaves("a", [], {0}, down=False))
-    assert len(known.bringing(0.0)) == MOST
+    assert len(known.bringing(0.0)) == MAX
     assert known.left_gpu(0, 0, 0) is None
     assert known.left_gpu(1, 0, 0) is not None
 

@@ -2,7 +2,7 @@
 
 from dormouse.core.decisions.batches.batch import Batch, Sequence
 from dormouse.core.decisions.batches.blocks import Blocks
-from dormouse.core.pace import FEW, LEAST, Pace
+from dormouse.core.pace import FEW, MIN, Pace
 
 
 def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:
@@ -14,7 +14,7 @@ def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:
     assert pace.tokens(50) == 50
     for _ in range(40):
         pace.learn(0, 1.0)
-    assert pace.tokens(256) == LEAST
+    assert pace.tokens(256) == MIN
 
 
 def test_few_tokens_that_others_held_up_do_not_make_pieces_small() -> None:
@@ -41,7 +41,7 @@ def test_many_steps_are_learned_at_once() -> None:
         many.learn_plain(9.0, 0.5, 7)
         for pace in (one, many):
             pace.learn(10, 17.0)
-        assert one.tokens(256) == many.tokens(256) not in (FEW, LEAST)
+        assert one.tokens(256) == many.tokens(256) not in (FEW, MIN)
 
 
 def test_tokens_are_learned_at_once_to_the_last_bit() -> None:

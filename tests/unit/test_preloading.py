@@ -7,7 +7,7 @@ import pytest
 
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling import holding
-from dormouse.core.decisions.scheduling.preloading import MOST_WISHED, PLAN_S, REFUSED_S, REST_S, SLICE
+from dormouse.core.decisions.scheduling.preloading import MAX_WISHED, PLAN_S, REFUSED_S, REST_S, SLICE
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
@@ -466,7 +466,7 @@ def test_what_is_given_up_is_brought_again_until_nobody_waits() -> None:
     assert node.orders == [], "it is too late"
 
 
-@pytest.mark.parametrize("others", [MOST_WISHED - 1, MOST_WISHED])
+@pytest.mark.parametrize("others", [MAX_WISHED - 1, MAX_WISHED])
 def test_so_many_models_are_wished_for_and_no_more(others: int) -> None:
     node = Node(policy=Policy(preload=False))
     node.model("a", 100)
@@ -475,7 +475,7 @@ def test_so_many_models_are_wished_for_and_no_more(others: int) -> None:
     for name in ("a", *(f"other {number}" for number in range(others))):
         node.do(ev.BringAsked(name, node.now_s + 50.0))
     node.over(wake)
-    assert [order.instance for order in node.orders] == ["a"] * (others < MOST_WISHED), "who wished first is forgotten"
+    assert [order.instance for order in node.orders] == ["a"] * (others < MAX_WISHED), "who wished first is forgotten"
 
 
 def test_several_that_are_wished_for_come_to_as_many_gpus() -> None:

@@ -11,7 +11,7 @@ from dormouse.controller.simulator.main import simulate, simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.functions import Function
-from dormouse.core.decisions.scheduling.rationing import LEAST_SHARE, SETTLE_S, Rationing
+from dormouse.core.decisions.scheduling.rationing import MIN_SHARE, SETTLE_S, Rationing
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.decisions.scheduling.state import Gpu, Model, Running, Waiting
 from dormouse.core.decisions.scheduling.topology import Topology
@@ -151,18 +151,18 @@ def test_the_given_up_get_more_while_all_are_in_time_and_are_then_taken_back() -
     node.look("a b big")
     rationing = node.rationing
     rationing.woke(0.5, node.now_s)
-    assert rationing.next_s == pytest.approx(node.now_s + 0.5 / LEAST_SHARE)
+    assert rationing.next_s == pytest.approx(node.now_s + 0.5 / MIN_SHARE)
     looks = 0
     while node.given_up:
         node.look()
         looks += 1
         assert looks < 1000
     rationing.woke(0.5, node.now_s)
-    assert rationing.next_s < node.now_s + 0.5 / LEAST_SHARE / 9
+    assert rationing.next_s < node.now_s + 0.5 / MIN_SHARE / 9
     assert looks > 20, "not before they were seen to do no harm"
     assert any(node.look("a b big") for _ in range(9)), "and are given up again"
     rationing.woke(0.5, node.now_s)
-    assert rationing.next_s == pytest.approx(node.now_s + 0.5 / LEAST_SHARE)
+    assert rationing.next_s == pytest.approx(node.now_s + 0.5 / MIN_SHARE)
 
 
 def test_who_is_given_up_is_taken_back_when_its_copy_is_long_no_more() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from dormouse.core.requirements import (
-    MOST_DOTS,
-    MOST_LINES,
-    MOST_NBYTES,
+    MAX_DOTS,
+    MAX_LINES,
+    MAX_NBYTES,
     RequirementsRefused,
     checked,
     of_project,
@@ -82,8 +82,8 @@ def test_what_is_refused_is_named(line: str, code: str, says: str) -> None:
 
 
 def test_requirements_are_bounded() -> None:
-    assert "more than 32,768 bytes" in _refused("#" * (MOST_NBYTES + 1))[1]
-    assert "501 requirements" in _refused("a\n" * (MOST_LINES + 1))[1]
+    assert "more than 32,768 bytes" in _refused("#" * (MAX_NBYTES + 1))[1]
+    assert "501 requirements" in _refused("a\n" * (MAX_LINES + 1))[1]
 
 
 def test_of_a_project_its_dependencies_count() -> None:
@@ -91,7 +91,7 @@ def test_of_a_project_its_dependencies_count() -> None:
     assert of_project("[tool.other]\nx = 1\n") == ""
     assert of_project('[project]\ndynamic = ["version"]\n') == ""
     assert of_project('\ufeff[project]\ndependencies = ["colours"]\n') == "colours\n"
-    assert of_project(f"[{'.'.join('a' * (MOST_DOTS + 1))}]\n") == ""
+    assert of_project(f"[{'.'.join('a' * (MAX_DOTS + 1))}]\n") == ""
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_of_a_project_its_dependencies_count() -> None:
         (f"{'a.' * 100_000}b = 1\n", "a line of pyproject.toml has more than 200 dots"),
         (f"""x = {{ {"'a' . " * 40_000}b = 1 }}\n""", "a line of pyproject.toml has more than 200 dots"),
         (f"""{'"' + chr(92) + '"".'}""" * 50_000 + "b = 1", "a line of pyproject.toml has more than 200 dots"),
-        (f'[{"a ." * (MOST_DOTS + 1)}"b"]', "a line of pyproject.toml has more than 200 dots"),
+        (f'[{"a ." * (MAX_DOTS + 1)}"b"]', "a line of pyproject.toml has more than 200 dots"),
     ],
 )
 def test_an_odd_project_is_refused(text: str, says: str) -> None:

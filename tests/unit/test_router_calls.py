@@ -125,11 +125,11 @@ def test_a_number_used_twice_and_a_body_too_large_end_the_instance(message: m.Ca
 
 def test_an_instance_has_so_many_open() -> None:
     rig, ticket = calling()
-    for number in range(calls.MOST):
+    for number in range(calls.MAX):
         one(rig.say("i1", asked(ticket, number=number)), e.BeginCall)
-    assert refused(rig.say("i1", asked(ticket, number=calls.MOST))) == ("too_many_calls", 429)
+    assert refused(rig.say("i1", asked(ticket, number=calls.MAX))) == ("too_many_calls", 429)
     rig.do(e.CallOver("i1", 7))
-    one(rig.say("i1", asked(ticket, number=calls.MOST)), e.BeginCall)
+    one(rig.say("i1", asked(ticket, number=calls.MAX)), e.BeginCall)
 
 
 def test_a_chain_has_a_last_one() -> None:

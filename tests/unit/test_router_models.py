@@ -8,7 +8,7 @@ from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, o
 from dormouse.core.decisions.requests import events as e
 from dormouse.core.decisions.requests import replicas
 from dormouse.core.decisions.requests.runtimes import runtime_group
-from dormouse.core.decisions.requests.state import MOST_OPEN, InstanceState
+from dormouse.core.decisions.requests.state import MAX_OPEN, InstanceState
 from dormouse.schemas import messages as m
 
 LLM = m.LlmSettings(ttft_ms=300)
@@ -44,15 +44,15 @@ def test_requests_go_to_the_instance_at_once_and_none_asks_for_a_gpu() -> None:
 
 def test_more_than_an_instance_has_at_once_wait() -> None:
     rig = model(max_queue=10)
-    tickets = [handed(ask(rig, number)) for number in range(1, MOST_OPEN + 1)]
-    assert ask(rig, MOST_OPEN + 1) == []
+    tickets = [handed(ask(rig, number)) for number in range(1, MAX_OPEN + 1)]
+    assert ask(rig, MAX_OPEN + 1) == []
     answer = m.Returned(request=tickets[7], body=b"{}", nbytes=2)
     actions = rig.say("i1", answer)
     assert one(actions, e.Answer).request == 8
-    assert one(actions, e.Handover).request == MOST_OPEN + 1
-    for number in range(MOST_OPEN + 2, MOST_OPEN + 12):
+    assert one(actions, e.Handover).request == MAX_OPEN + 1
+    for number in range(MAX_OPEN + 2, MAX_OPEN + 12):
         ask(rig, number)
-    fails_with(ask(rig, MOST_OPEN + 99), MOST_OPEN + 99, "queue_full", 429)
+    fails_with(ask(rig, MAX_OPEN + 99), MAX_OPEN + 99, "queue_full", 429)
 
 
 def test_its_instance_takes_a_lease_when_it_wants_one() -> None:

@@ -15,10 +15,10 @@ from dormouse.core.decisions.batches.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime import groups, kernels, layers
 from dormouse.gpuserver.runtime.adapters import TABLE
 from dormouse.gpuserver.runtime.engine import Engine
-from dormouse.gpuserver.runtime.low_rank import MOST, LowRank
+from dormouse.gpuserver.runtime.low_rank import MAX, LowRank
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import MOST_RANK
+from dormouse.schemas.llm import MAX_RANK
 
 HEAD: Final = "lm_head"
 EMBEDDING: Final = "model.embed_tokens"
@@ -227,7 +227,7 @@ def test_a_parameter_that_does_not_fit_is_refused(name: str, own: torch.Tensor, 
         (lambda added: added.clear(), "changes nothing"),
         (lambda added: added.update(lm_tail=added[HEAD]), "'lm_tail', which is no linear layer or embedding"),
         (lambda added: _shaped(added, 0, 64, 320), "the adapter's rank at 'lm_head' is 0"),
-        (lambda added: _shaped(added, MOST_RANK + 1, 64, 320), f"is {MOST_RANK + 1}; it can be 1 to {MOST_RANK}"),
+        (lambda added: _shaped(added, MAX_RANK + 1, 64, 320), f"is {MAX_RANK + 1}; it can be 1 to {MAX_RANK}"),
         (lambda added: _shaped(added, 4, 63, 320), r"\[\[4, 63\], \[4, 320\]\], its model wants \[\[4, 64\]"),
         (lambda added: _shaped(added, 4, 64, 319), r"\[4, 319\]\], its model wants"),
         (lambda added: added.update(lm_head=added[HEAD]._replace(up=added[HEAD].up.bfloat16())), "not of its model's"),
@@ -262,8 +262,8 @@ def test_what_does_not_fit_is_refused_whole(change: Any, text: str) -> None:
 
 def test_there_are_so_many_adapters_at_most() -> None:
     made = engine(reference("llama"), 8)
-    assert [made.adapters.open() for _ in range(MOST)] == list(range(MOST))
-    with pytest.raises(ConfigError, match=f"computes {MOST} adapters at most"):
+    assert [made.adapters.open() for _ in range(MAX)] == list(range(MAX))
+    with pytest.raises(ConfigError, match=f"computes {MAX} adapters at most"):
         made.adapters.open()
     made.adapters.close(7)
     assert made.adapters.open() == 7

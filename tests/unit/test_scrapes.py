@@ -16,7 +16,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import scrapes
-from dormouse.router.admin.scrapes import MOST, ROLE, Scrapes
+from dormouse.router.admin.scrapes import MAX, ROLE, Scrapes
 from dormouse.router.front.exchange import HttpError
 from dormouse.router.traces.outbox import Outbox
 from dormouse.schemas import messages as m
@@ -138,15 +138,15 @@ async def test_who_asks_again_meanwhile_gets_the_same(world: World) -> None:
 @played
 async def test_tenants_do_not_keep_the_operator_from_it(world: World) -> None:
     world.answers = False
-    works = [asyncio.create_task(world.scrapes.text(of_tenant(number), gzip=False)) for number in range(MOST)]
-    await world.hears(MOST)
-    assert "others are being answered" in await refused(world.scrapes.text(of_tenant(MOST), gzip=False))
+    works = [asyncio.create_task(world.scrapes.text(of_tenant(number), gzip=False)) for number in range(MAX)]
+    await world.hears(MAX)
+    assert "others are being answered" in await refused(world.scrapes.text(of_tenant(MAX), gzip=False))
     works.append(asyncio.create_task(world.scrapes.text(OPERATOR, gzip=False)))
-    await world.hears(MOST + 1)
+    await world.hears(MAX + 1)
     for scrape in world.heard:
         world.answer(scrape)
-    assert len(await asyncio.gather(*works)) == MOST + 1
-    assert [scrape.whole for scrape in world.heard] == [False] * MOST + [True]
+    assert len(await asyncio.gather(*works)) == MAX + 1
+    assert [scrape.whole for scrape in world.heard] == [False] * MAX + [True]
 
 
 @played

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dormouse.core.secretfile import MOST_NBYTES, SecretFile
+from dormouse.core.secretfile import MAX_NBYTES, SecretFile
 from dormouse.schemas.errors import ConfigError
 
 VALUE = "hf_do-not-tell-é"
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_named(file: SecretFile, tmp_path: Path, text: str) ->
         ("A=B", VALUE, "cannot be a secret's name"),
         ("TOKEN", "abc", "4 to 32,768 bytes"),
         ("TOKEN", "ab\0cdef", "without NUL"),
-        ("TOKEN", "x" * (MOST_NBYTES + 1), "this has 32,769"),
+        ("TOKEN", "x" * (MAX_NBYTES + 1), "this has 32,769"),
     ],
 )
 def test_what_cannot_be_a_secret_is_refused(file: SecretFile, name: str, value: str, says: str) -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_a_secret_is_refused(file: SecretFile, name: str, value: 
 
 
 def test_a_tenant_has_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dormouse.core.secretfile.MOST_SECRETS", 2)
+    monkeypatch.setattr("dormouse.core.secretfile.MAX_SECRETS", 2)
     file = SecretFile(tmp_path / "secrets.json", tmp_path / "secrets.key")
     for name in ("A", "B", "B"):
         file.set("shop", name, VALUE, "root", 0.0)
@@ -101,11 +101,11 @@ def test_a_tenant_has_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_tenants_secrets_together_have_a_bound(tmp_path: Path) -> None:
     file = SecretFile(tmp_path / "secrets.json", tmp_path / "secrets.key")
     for number in range(23):  # sealed, each has a third more
-        file.set("shop", f"S{number}", "x" * MOST_NBYTES, "root", 0.0)
+        file.set("shop", f"S{number}", "x" * MAX_NBYTES, "root", 0.0)
     with pytest.raises(ConfigError, match="may have 1,048,576; remove some"):
-        file.set("shop", "ONE_MORE", "x" * MOST_NBYTES, "root", 0.0)
+        file.set("shop", "ONE_MORE", "x" * MAX_NBYTES, "root", 0.0)
     file.set("shop", "S0", "as long as before, or less", "root", 0.0)
-    file.set("other", "OTHERS", "x" * MOST_NBYTES, "root", 0.0)
+    file.set("other", "OTHERS", "x" * MAX_NBYTES, "root", 0.0)
     assert file.names("shop") == {f"S{number}" for number in range(23)}
 
 

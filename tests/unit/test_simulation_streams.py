@@ -20,7 +20,7 @@ NAN = float("nan")
 
 def test_it_has_the_numbers_of_real_instances_and_runtimes() -> None:
     assert simulated.IDLE_S == reclaim.REST_S
-    assert simulated.MOST_OPEN == real_router.MOST_OPEN
+    assert simulated.MAX_OPEN == real_router.MAX_OPEN
     assert (simulated.EXTENT_NBYTES, simulated.EXTENTS) == (real_extents.EXTENT_NBYTES, real_extents.EXTENTS)
 
 
@@ -73,7 +73,7 @@ def test_a_stream_in_time_keeps_the_seat() -> None:
 
 
 def test_more_than_an_instance_has_at_once_wait() -> None:
-    count = simulated.MOST_OPEN + 3
+    count = simulated.MAX_OPEN + 3
     simulation = made([llm(prompt=1, output=2)])
     _, streams = run(simulation, *[(0.0, 0)] * count)
     assert not np.isnan(streams.over_s).any()

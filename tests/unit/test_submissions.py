@@ -8,10 +8,10 @@ import pytest
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.gpuserver.runtime.submissions import Submissions, generation_of
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import MOST_LOGPROBS
+from dormouse.schemas.llm import MAX_LOGPROBS
 
 VOCABULARY = 100
-GOOD = m.Submit(number=1, tokens=[5, 99], more=False, prompt=2, limit=3, stops=[7], logprobs=MOST_LOGPROBS)
+GOOD = m.Submit(number=1, tokens=[5, 99], more=False, prompt=2, limit=3, stops=[7], logprobs=MAX_LOGPROBS)
 
 
 def test_what_is_asked_for_is_what_is_computed() -> None:
@@ -26,7 +26,7 @@ def test_what_is_asked_for_is_what_is_computed() -> None:
         repetition_penalty=1.1,
         bias={0: 1.0, 99: -1.0},
         seed=8,
-        logprobs=MOST_LOGPROBS,
+        logprobs=MAX_LOGPROBS,
     )
     numbers = msgspec.structs.asdict(sampling) | {"bias": [*sampling.bias.items(), (-1, 2.0), (VOCABULARY, 2.0)]}
     asked = msgspec.structs.replace(GOOD, **numbers, masked=True, waited_us=1500)
@@ -45,7 +45,7 @@ def test_what_is_asked_for_is_what_is_computed() -> None:
         ([-1, 5], {}),
         ([5, VOCABULARY], {}),
         ([5, 99, 1], {}),  # no room for one more
-        ([5, 99], {"logprobs": MOST_LOGPROBS + 1}),
+        ([5, 99], {"logprobs": MAX_LOGPROBS + 1}),
     ],
 )
 def test_what_cannot_be_computed(tokens: list[int], changes: dict[str, Any]) -> None:

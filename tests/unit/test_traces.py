@@ -20,7 +20,7 @@ from dormouse.router.front.tracing import Trace
 from dormouse.router.traces import outbox
 from dormouse.router.traces.exporting import address
 from dormouse.router.traces.main import Traces
-from dormouse.router.traces.outbox import BATCH, MOST, ROLE, Outbox
+from dormouse.router.traces.outbox import BATCH, MAX, ROLE, Outbox
 from dormouse.router.traces.spans import GivenIds, emit
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
@@ -142,11 +142,11 @@ def test_what_waits_is_bounded_and_what_does_not_fit_is_counted(tmp_path: Path) 
         world, request = RouterOfTraces(tmp_path), _of(_answered())
         world.outbox.open()
         assert world.wanted == [ROLE]
-        for _ in range(MOST + 3):
+        for _ in range(MAX + 3):
             world.outbox.add(request)
         assert world.outbox.spans == {"exported": 0, "failed": 0, "dropped": 3 * 4}
         world.up(1)
-        await world.until(MOST)
+        await world.until(MAX)
         assert world.link is not None
         world.link.send(m.SpansSent(exported=5, failed=2, dropped=1, trouble="it refuses"))
         async with asyncio.timeout(60):
@@ -156,7 +156,7 @@ def test_what_waits_is_bounded_and_what_does_not_fit_is_counted(tmp_path: Path) 
         for _ in range(BATCH):
             world.outbox.add(request)
         world.up(2)
-        await world.until(MOST + BATCH)
+        await world.until(MAX + BATCH)
         assert world.outbox.told() == {
             "endpoint": "http://h:4318",
             "spans": {"exported": 5, "failed": 2, "dropped": 13},
@@ -170,7 +170,7 @@ def test_what_waits_is_bounded_and_what_does_not_fit_is_counted(tmp_path: Path) 
 
 def test_one_that_does_not_read_has_no_more_than_its_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "UNREAD", 1)
-    monkeypatch.setattr(outbox, "MOST", BATCH)
+    monkeypatch.setattr(outbox, "MAX", BATCH)
 
     async def main() -> None:
         world, request = RouterOfTraces(tmp_path), _of(_answered())

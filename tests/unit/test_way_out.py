@@ -110,7 +110,7 @@ def test_after_a_plain_request_nothing_goes_on() -> None:
 
 
 def test_there_are_so_many_connections_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way_out, "MOST", 0)
+    monkeypatch.setattr(way_out, "MAX", 0)
     assert asked(Origin(), lambda port: [b"GET http://127.0.0.1:%d/ HTTP/1.1\r\n\r\n" % port]) == ""
 
 

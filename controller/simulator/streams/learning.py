@@ -10,7 +10,7 @@ from dormouse.core.pace import Pace
 from dormouse.core.step_times import StepTimer
 from dormouse.schemas.messages import StepTimes
 
-MOST_LATER: Final = 256
+MAX_LATER: Final = 256
 """Runs of steps that are not taken in yet."""
 
 
@@ -50,7 +50,7 @@ class StepsLearned:
 
     def _put(self, sequences: int, took: tuple[EqualSteps, int] | Sequence[float]) -> None:
         self._later.append((sequences, took))
-        if len(self._later) > MOST_LATER:
+        if len(self._later) > MAX_LATER:
             self._take_in()
 
     def _take_in(self) -> None:

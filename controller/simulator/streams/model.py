@@ -14,7 +14,7 @@ IDLE_S: Final = 2.0
 (core/decisions/leases/reclaim.py): a test compares.
 """
 
-MOST_OPEN: Final = 256
+MAX_OPEN: Final = 256
 """Requests that an instance has at once (core/decisions/requests/state.py): a test compares."""
 
 EXTENT_NBYTES: Final = 2 << 20

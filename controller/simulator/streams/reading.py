@@ -14,10 +14,10 @@ from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
 from dormouse.controller.simulator.tree import LengthSection, LlmSection, ModelSection, Time
 from dormouse.schemas.errors import ConfigError
 
-MOST_TOKENS: Final = 1_000_000
+MAX_TOKENS: Final = 1_000_000
 """Of a sequence: who writes more has slipped."""
 
-MOST_ROWS: Final = 1_000_000
+MAX_ROWS: Final = 1_000_000
 
 FOREIGN: Final = {
     "run": ("", "the steps say how long a request takes"),
@@ -58,7 +58,7 @@ def read_llm(
         llm.context,
         f"the longest prompt and output together are {longest:,} tokens: write at least that, or shorter ones",
     )
-    check.need(1 <= llm.context <= MOST_TOKENS, f"{at}.context", llm.context, f"write 1 to {MOST_TOKENS:,} tokens")
+    check.need(1 <= llm.context <= MAX_TOKENS, f"{at}.context", llm.context, f"write 1 to {MAX_TOKENS:,} tokens")
     wrong = "write the tokens of prompts that a step has at most: 256, and 1024 as on CUDA devices"
     check.need(llm.step_tokens >= 1, f"{at}.step_tokens", llm.step_tokens, wrong)
     context_nbytes = 0
@@ -128,13 +128,13 @@ def _length(check: Checks, key: str, value: int | LengthSection | None) -> Lengt
     if value is None:
         raise ConfigError(f"{check.origin}: {key} is missing; {cure}")
     if isinstance(value, int):
-        check.need(1 <= value <= MOST_TOKENS, key, value, cure)
+        check.need(1 <= value <= MAX_TOKENS, key, value, cure)
         return Lengths(mean=float(value), most=value)
     mean, variation, most = value.mean, value.variation, value.most
-    check.need(math.isfinite(mean) and 1.0 <= mean <= MOST_TOKENS, f"{key}.mean", mean, cure)
+    check.need(math.isfinite(mean) and 1.0 <= mean <= MAX_TOKENS, f"{key}.mean", mean, cure)
     right = math.isfinite(variation) and 0.0 <= variation <= 100.0
     check.need(right, f"{key}.variation", variation, "write the standard deviation ÷ the mean, 0 to 100")
-    check.need(mean <= most <= MOST_TOKENS, f"{key}.most", most, f"write the mean or more, at most {MOST_TOKENS:,}")
+    check.need(mean <= most <= MAX_TOKENS, f"{key}.most", most, f"write the mean or more, at most {MAX_TOKENS:,}")
     return Lengths(mean=mean, variation=variation, most=most)
 
 
@@ -149,9 +149,9 @@ def _rows(check: Checks, key: str, name: str) -> tuple[tuple[int, int], ...]:
     except (OSError, ValueError, csv.Error) as error:  # not UTF-8, or a path that cannot be
         raise ConfigError(f"{at}: cannot be read as CSV ({error}); write UTF-8 text") from error
     header = lines[0] if lines else []
-    if "prompt" not in header or "output" not in header or not 2 <= len(lines) <= MOST_ROWS + 1:
+    if "prompt" not in header or "output" not in header or not 2 <= len(lines) <= MAX_ROWS + 1:
         raise ConfigError(
-            f"{at}: no lengths; write a header with the columns prompt and output, and 1 to {MOST_ROWS:,} lines"
+            f"{at}: no lengths; write a header with the columns prompt and output, and 1 to {MAX_ROWS:,} lines"
         )
     columns = header.index("prompt"), header.index("output")
     found = []
@@ -159,7 +159,7 @@ def _rows(check: Checks, key: str, name: str) -> tuple[tuple[int, int], ...]:
         if len(line) != len(header):
             raise ConfigError(f"{at}: line {number} has {len(line)} fields; write {len(header)}, as the header has")
         pair = [line[column] for column in columns]
-        if not all(re.fullmatch(r"[0-9]{1,7}", each) and 1 <= int(each) <= MOST_TOKENS for each in pair):
+        if not all(re.fullmatch(r"[0-9]{1,7}", each) and 1 <= int(each) <= MAX_TOKENS for each in pair):
             raise ConfigError(f"{at}: line {number}: lengths are {', '.join(pair)}; write tokens, at least 1 of each")
         found.append((int(pair[0]), int(pair[1])))
     return tuple(found)

@@ -17,14 +17,14 @@ from typing import Any, Final
 from dormouse.controller.simulator.agenda import COMPUTED, COPIED, PRELOADED, TICK, UNWANTED, Agenda, Entry
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.streams.memory import KvMemory
-from dormouse.controller.simulator.streams.model import MOST_OPEN
+from dormouse.controller.simulator.streams.model import MAX_OPEN
 from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
 from dormouse.controller.simulator.streams.stream import Advanced
 from dormouse.core.decisions.scheduling.events import RuntimesOn
 from dormouse.core.decisions.scheduling.passing import Passed
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 
-LEAST: Final = 2
+MIN: Final = 2
 """Steps, as long as the last one: with less until something is due, it is not worth while."""
 
 
@@ -142,7 +142,7 @@ class Rotation:
             took_s, ends = each.fixed_s + each.per_context_s * context, context >= each.last
             ends_s = now_s + took_s
             next_s = ends_s + then.turn_s
-            if ends and each.growing >= MOST_OPEN:  # else nobody waits to be let in
+            if ends and each.growing >= MAX_OPEN:  # else nobody waits to be let in
                 break
             if next_s >= until_s:
                 if not (core.rounds.taken and self._passes(number, gone, next_s)):

@@ -18,7 +18,7 @@ from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.lending import borrower
 from dormouse.controller.simulator.streams.memory import KvMachine, KvMemory
-from dormouse.controller.simulator.streams.rotation import LEAST, Rotation, next_due_s, rotating
+from dormouse.controller.simulator.streams.rotation import MIN, Rotation, next_due_s, rotating
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.controller.simulator.streams.telling import RuntimeTells
@@ -259,7 +259,7 @@ class RuntimeLeases:
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
         if not self.rotates or gpu.blocked:
             return lease
-        if next_due_s(agenda) - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
+        if next_due_s(agenda) - agenda.now_s < MIN * runtime_of(lease).steps.first_s:
             return lease
         core = self._machine.core
         if not core.rounds.able(gpu.number) or not (found := rotating(gpu.leases.values(), lease, agenda.now_s)):

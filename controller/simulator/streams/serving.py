@@ -13,7 +13,7 @@ from dormouse.controller.simulator.agenda import OPENS, TOKEN_DUE, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.leases import SimulatedLease
-from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
+from dormouse.controller.simulator.streams.model import MAX_OPEN, LlmSpec
 from dormouse.controller.simulator.streams.replicas import SimulatedInstance, StreamReplicas
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
@@ -86,7 +86,7 @@ class Serving:
         for function, (name, spec) in models.items():
             instance = self._by_name.setdefault(name, SimulatedInstance(name, spec))
             self._instances[function] = instance
-            instance.most += MOST_OPEN
+            instance.most += MAX_OPEN
             if spec.family:
                 self._families.setdefault(spec.family, []).append(instance)
         self._leases, self._agenda, self._tell, self._seed = leases, agenda, tell, seed

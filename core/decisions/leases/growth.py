@@ -8,7 +8,7 @@ from dormouse.core.decisions.leases.held import SEATED, TURN, HeldLease, LeaseSt
 from dormouse.core.decisions.leases.state import MachineState
 from dormouse.schemas import messages as m
 
-MOST_EXTENTS: Final = 256
+MAX_EXTENTS: Final = 256
 """Wanted at once; a runtime is not trusted with more."""
 
 
@@ -27,7 +27,7 @@ def grow(state: MachineState, books: RuntimeBooks, wanted: m.KvWanted) -> None:
         if members := state.members(books.name):
             state.tell(members[0], m.KvGiven(extents=[]))
         return
-    if not 0 < count <= MOST_EXTENTS or not 0 <= wanted.wish <= MOST_EXTENTS or nbytes <= 0:
+    if not 0 < count <= MAX_EXTENTS or not 0 <= wanted.wish <= MAX_EXTENTS or nbytes <= 0:
         state.tell(lease, m.KvGiven(extents=[]))
         return
     worth, all_nbytes = state.worth, count * nbytes

@@ -19,7 +19,7 @@ from dormouse.core.decisions.memory.bringing import spare
 HALF_S: Final = 1.0
 """Growth so long ago counts half: a burst of prompts lasts that long, and what has grown before it says nothing."""
 
-MOST_SHARE: Final = 8
+MAX_SHARE: Final = 8
 """A part in so many of the memory is kept free at most."""
 
 
@@ -28,7 +28,7 @@ def reserve_nbytes(state: MachineState) -> int:
     if state.offload != "ahead":
         return 0
     wanted = sum([_wanted(state, books) for books in state.runtimes.values()])
-    return min(int(wanted), state.residency.capacity // MOST_SHARE)
+    return min(int(wanted), state.residency.capacity // MAX_SHARE)
 
 
 def _wanted(state: MachineState, books: RuntimeBooks) -> float:

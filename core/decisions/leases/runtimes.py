@@ -24,7 +24,7 @@ from dormouse.core.decisions.leases.state import MachineState
 from dormouse.core.pace import SHARED_S
 from dormouse.schemas import messages as m
 
-MOST_MEMBERS: Final = 500
+MAX_MEMBERS: Final = 500
 """Of one runtime, which has numbers for so many adapters and a few more; who comes then has one of its own."""
 
 
@@ -33,7 +33,7 @@ def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> s
     if not instance.group:
         return name
     own, others = _segments(state, name), [lease.instance for lease in state.members(instance.group)]
-    if len(others) < MOST_MEMBERS and all(
+    if len(others) < MAX_MEMBERS and all(
         _fits(own, instance.adapter, _segments(state, other), state.adapted(other)) for other in others
     ):
         return instance.group

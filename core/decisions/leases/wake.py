@@ -21,11 +21,11 @@ BATCHES: Final = 2
 """Questions to the store that are open at a time: while one batch is copied, the next may be read from its files."""
 
 JOB_NBYTES: Final = 8 << 20
-"""Copied before it is said what has come, if that is less than a part in ``MOST_JOBS`` of all: a runtime computes a
+"""Copied before it is said what has come, if that is less than a part in ``MAX_JOBS`` of all: a runtime computes a
 layer while the next one is on its way.
 """
 
-MOST_JOBS: Final = 256
+MAX_JOBS: Final = 256
 
 PEER_SEGMENTS: Final = 1024
 """Segments that one peer is asked for: question and answer are one packet each. The rest comes from the next source."""
@@ -160,7 +160,7 @@ class WakeCopies:
         self._unasked: deque[int] = deque()  # of those: the store has not been asked yet
         self._peers = list(peers)
         self._batch_nbytes = batch_nbytes
-        self._job_nbytes = max(JOB_NBYTES, sum(self._sizes.values()) // MOST_JOBS)
+        self._job_nbytes = max(JOB_NBYTES, sum(self._sizes.values()) // MAX_JOBS)
         self._tickets = tickets
         self._asked: dict[int, _Asked] = {}  # by ticket
         self._jobs: dict[int, _Job] = {}  # by number: ordered, and not done

@@ -22,7 +22,7 @@ from dormouse.core.decisions.requests.state import Instance, OpenCall, RouterSta
 from dormouse.core.names import base_of
 from dormouse.schemas import messages as m
 
-MOST: Final = 32
+MAX: Final = 32
 """Calls of one instance that have no answer, whichever of its requests they are of. Half of the messages that may wait
 for one that does not read (router/instances/instances.py).
 """
@@ -41,8 +41,8 @@ def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
     caller = p.requests.get(ticket.request or 0) if ticket is not None and runs else None
     if caller is None:
         refusal: m.Failure | None = failures.caller_over()
-    elif instance.calls >= MOST:
-        refusal = failures.too_many_calls(MOST)
+    elif instance.calls >= MAX:
+        refusal = failures.too_many_calls(MAX)
     elif caller.depth >= DEPTH:
         refusal = failures.too_deep(DEPTH)
     else:

@@ -95,7 +95,7 @@ def without_instance(p: RouterState, name: str) -> list[ServedFunction | OpenDep
     return owners
 
 
-MOST_WARNING: Final = 1000
+MAX_WARNING: Final = 1000
 """Signs of what an instance tells who deploys it: it ends up in a terminal."""
 
 
@@ -106,7 +106,7 @@ def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", 
     deploy = p.deploy(instance.spec.name)
     if deploy is not None and deploy.instance == instance.name:
         deploy.keeping = True
-        deploy.warning = "".join(filter(str.isprintable, warning[:MOST_WARNING]))
+        deploy.warning = "".join(filter(str.isprintable, warning[:MAX_WARNING]))
         deploy.schema = schema[: m.SCHEMA_NBYTES]
         p.tell(m.Deployed(spec=deploy.spec))
     elif (function := p.serving(instance)) is not None:

@@ -161,7 +161,7 @@ class Session:
 Holder = Instance | Session
 """Who can have a lease."""
 
-MOST_OPEN: Final = 256
+MAX_OPEN: Final = 256
 """Requests that an instance of a language model has at once; more wait in the queue."""
 
 
@@ -170,7 +170,7 @@ def most_open(spec: m.FunctionSpec) -> int:
     one runs and one comes together.
     """
     if spec.llm is not None:
-        return MOST_OPEN
+        return MAX_OPEN
     return 2 * spec.batch if spec.batch else spec.concurrency if spec.concurrency > 1 else 0
 
 

@@ -20,7 +20,7 @@ from dormouse.core.decisions.scheduling.topology import Bandwidths
 
 NOTHING: Final = float("-inf")
 
-MOST: Final = 1 << 62
+MAX: Final = 1 << 62
 """Bytes that nothing has."""
 
 
@@ -56,7 +56,7 @@ class ModelFamily:
         self._rates: dict[str, float] = {}
         self._half_life_s = 1.0
         self.bound = NOTHING
-        self.least_nbytes = MOST
+        self.least_nbytes = MAX
 
     def of(self, function: str) -> Model | None:
         """One without a lease, if there is one: all have the same model."""

@@ -18,7 +18,7 @@ SMOOTHING: Final = 0.2
 """Weight of the newest measurement in a mean."""
 
 
-LEAST: Final = 0.05
+MIN: Final = 0.05
 """Share of a copy that always counts, though a run would hide it: the link is not its own."""
 
 
@@ -366,4 +366,4 @@ class Function:
         nothing of it.
         """
         hidden_s = 0.0 if self.tpot_s else self.best_s
-        return max(LEAST * copy_s, copy_s - hidden_s)
+        return max(MIN * copy_s, copy_s - hidden_s)

@@ -24,7 +24,7 @@ from dormouse.core.decisions.scheduling.functions import Function
 from dormouse.core.decisions.scheduling.state import Gpu, Model
 from dormouse.core.decisions.scheduling.topology import Bandwidths
 
-LEAST: Final = 0.01
+MIN: Final = 0.01
 """Requests of lately that a function must have had, as its rate counts them: about seven half-lives after one."""
 
 KEEP: Final = 4.0
@@ -144,7 +144,7 @@ class Holding:
         for name in others:
             yield 2
             family = families.get(name)
-            if family is None or family.lately(now_s) < LEAST:
+            if family is None or family.lately(now_s) < MIN:
                 continue
             if (only := family.only) is not None and not self._may_be_held(only):
                 continue  # as most of what others have
@@ -175,7 +175,7 @@ class Holding:
             if not self._may_be_held(model):
                 continue
             function, worth = model.function, 0.0
-            if model.resident.get(number, 0) >= model.nbytes or function.lately(now_s) >= LEAST:
+            if model.resident.get(number, 0) >= model.nbytes or function.lately(now_s) >= MIN:
                 worth = per_byte(model, self._topology, now_s)
             own, base, base_nbytes = function.name, function.base, _base_nbytes(model, family)
             if base_nbytes:

@@ -7,17 +7,17 @@ from math import exp2, log2
 from operator import attrgetter
 from typing import ClassVar, Final
 
-from dormouse.core.decisions.scheduling.functions import LEAST
+from dormouse.core.decisions.scheduling.functions import MIN
 from dormouse.core.decisions.scheduling.state import Gpu, Model
 from dormouse.core.decisions.scheduling.topology import Bandwidths
 
 HEAVY: Final = 1.3
 """A model is heavy if waking it makes a request take so many times as long: Torpor's Table 4 underlines those above."""
 
-LEAST_TIME_S: Final = 1e-3
+MIN_TIME_S: Final = 1e-3
 """A deadline that even a resident model misses leaves this much: to keep it or not makes no difference by then."""
 
-LEAST_COST: Final = 1e-12
+MIN_COST: Final = 1e-12
 """A cost of nothing still has a logarithm."""
 
 REPLICA: Final = 2.0**-400
@@ -147,14 +147,14 @@ class ExposedTime(Ranked):
         function = model.function
         copy_s = model.nbytes / self._topology.host_bps
         best_s = function.best_s
-        exposed_s = LEAST * copy_s
+        exposed_s = MIN * copy_s
         if copy_s > best_s:
             exposed_s += copy_s - best_s
         time_s = function.deadline_s - best_s
-        if time_s < LEAST_TIME_S:
-            time_s = LEAST_TIME_S
+        if time_s < MIN_TIME_S:
+            time_s = MIN_TIME_S
         cost = function.sensitivity * exposed_s * exposed_s / time_s
-        return log2((cost if cost > LEAST_COST else LEAST_COST) / (model.nbytes or 1))
+        return log2((cost if cost > MIN_COST else MIN_COST) / (model.nbytes or 1))
 
     def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
         worth = super().per_byte(models, gpu)
@@ -168,7 +168,7 @@ class TimeToCopy(Ranked):
     rule = "least time to copy x rate"
 
     def log_cost(self, model: Model) -> float:
-        return log2(max(model.function.sensitivity, LEAST_COST))
+        return log2(max(model.function.sensitivity, MIN_COST))
 
 
 EVICTION_CLASSES: Final[dict[str, type[Keeping]]] = {

@@ -59,9 +59,9 @@ SLICE: Final = 24
 REFUSED_S: Final = 30.0
 """What an executor had no room for is not tried again for so long, nor a runtime that was opened and is not there."""
 
-MOST_REFUSED: Final = 4096
+MAX_REFUSED: Final = 4096
 
-MOST_WISHED: Final = 64
+MAX_WISHED: Final = 64
 """Functions whose models somebody waits for; who wished first is forgotten."""
 
 
@@ -128,7 +128,7 @@ class Preloading:
 
     def wished(self, event: BringAsked | KeptAway) -> None:
         if isinstance(event, BringAsked):
-            _until(self._wished, event.function, event.until_s, MOST_WISHED)
+            _until(self._wished, event.function, event.until_s, MAX_WISHED)
             return
         self._wished.pop(event.function, None)
         for number in self._books.gpus:
@@ -318,7 +318,7 @@ def _most(model: Model) -> int:
     return max(model.resident.values(), default=0)
 
 
-def _until(times_s: dict[Key, float], key: Key, until_s: float, most: int = MOST_REFUSED) -> None:
+def _until(times_s: dict[Key, float], key: Key, until_s: float, most: int = MAX_REFUSED) -> None:
     """The oldest are forgotten for it, if they are too many."""
     times_s.pop(key, None)
     while len(times_s) >= most:

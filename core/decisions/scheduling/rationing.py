@@ -18,8 +18,8 @@ from dormouse.core.decisions.scheduling.functions import Function
 from dormouse.core.decisions.scheduling.state import Gpu, Model
 from dormouse.core.decisions.scheduling.topology import Bandwidths
 
-LEAST_SHARE: Final = 0.02
-MOST_SHARE: Final = 0.5
+MIN_SHARE: Final = 0.02
+MAX_SHARE: Final = 0.5
 """Of the GPUs' time, for wakes of functions that are given up: each of them makes others late that meet it. It grows
 while nobody is late, and is halved when somebody is.
 """
@@ -65,11 +65,11 @@ DECAY: Final = 0.5
 SLOW_DECAY: Final = 0.95
 """Weight of what was seen before, per look: of what decides when, and of what decides how much."""
 
-LEAST_ENDS: Final = 50.0
+MIN_ENDS: Final = 50.0
 """Fewer requests tell nothing of a share."""
 
 PROBE_S: Final = 30.0
-MOST_PROBE_S: Final = 1800.0
+MAX_PROBE_S: Final = 1800.0
 """How long to be calm before one is taken back, and the most that this becomes by doubling when it did not do."""
 
 
@@ -91,7 +91,7 @@ class Recent:
 
     @property
     def late_share(self) -> float:
-        return self.late / max(LEAST_ENDS, self.ends)
+        return self.late / max(MIN_ENDS, self.ends)
 
 
 class Rationing:
@@ -110,7 +110,7 @@ class Rationing:
         self._worst = 0.0  # share of late requests since somebody is given up
         self._looked_s = self._look_s = self._back_s = 0.0
         self._calm_s = PROBE_S
-        self._share = LEAST_SHARE
+        self._share = MIN_SHARE
         self.next_s = 0.0
 
     # --- a request
@@ -175,9 +175,9 @@ class Rationing:
         if self._late >= FEW and self._late > LATE * self._allowed:
             return load >= SCARCE and self._give_up(now_s)
         if self._late > HARM * self._allowed:
-            self._share = max(LEAST_SHARE, 0.5 * self._share)
+            self._share = max(MIN_SHARE, 0.5 * self._share)
         elif self._late <= CALM * self._allowed:
-            self._share = min(MOST_SHARE, (GROWTH**ends if load > IDLE else 2.0) * self._share)
+            self._share = min(MAX_SHARE, (GROWTH**ends if load > IDLE else 2.0) * self._share)
             return self._share >= ENOUGH and now_s >= self._back_s and self._take_back(now_s)
         return False
 
@@ -245,9 +245,9 @@ class Rationing:
         if not some:
             return False
         if now_s < self._back_s:  # soon after some were taken back
-            self._calm_s = min(MOST_PROBE_S, 2.0 * self._calm_s)
+            self._calm_s = min(MAX_PROBE_S, 2.0 * self._calm_s)
         self._allowed = self._late = 0.0
-        self._share = LEAST_SHARE
+        self._share = MIN_SHARE
         self._look_s, self._back_s = now_s + SETTLE_S, now_s + self._calm_s
         return True
 
@@ -270,4 +270,4 @@ class Rationing:
         """The policy gives nobody up."""
         for function in self._functions.values():
             function.given_up = False
-        self._patience_s, self._share, self.next_s = float("inf"), LEAST_SHARE, 0.0
+        self._patience_s, self._share, self.next_s = float("inf"), MIN_SHARE, 0.0

@@ -27,7 +27,7 @@ NPY: Final = "application/x-npy"
 OCTETS: Final = "application/octet-stream"
 SSE: Final = "text/event-stream"
 
-MOST_PAUSE_S: Final = 60.0
+MAX_PAUSE_S: Final = 60.0
 WAIT_S: Final = 30
 """So long the node holds a question for a job that has not ended."""
 
@@ -90,7 +90,7 @@ class Again:
         else:
             return None
         spread = 1.0 + self.spread.random() / 2  # clients that were turned away together come back apart
-        pause_s = min(MOST_PAUSE_S, max(least_s, 0.1 * 2.0**self.tries) * spread)
+        pause_s = min(MAX_PAUSE_S, max(least_s, 0.1 * 2.0**self.tries) * spread)
         if self.tries >= self.most or (self.due_s is not None and now_s + pause_s >= self.due_s):
             return None
         self.tries += 1

@@ -14,14 +14,14 @@ HEADROOM_NBYTES: Final = 1 << 30
 CONTEXT_NBYTES: Final = 473_000_000
 """Of a process's context where it cannot be measured: what ServerlessLoRA gives."""
 
-MOST_CONTEXT_NBYTES: Final = 1 << 30
+MAX_CONTEXT_NBYTES: Final = 1 << 30
 """No context takes more: where more is taken, others have some of it."""
 
 
 def context_nbytes(free_nbytes: int, whole_nbytes: int) -> int:
     """Of a context, by what is free once there is one, and nothing else of this process."""
     taken_nbytes = whole_nbytes - free_nbytes
-    return taken_nbytes if taken_nbytes <= MOST_CONTEXT_NBYTES else CONTEXT_NBYTES
+    return taken_nbytes if taken_nbytes <= MAX_CONTEXT_NBYTES else CONTEXT_NBYTES
 
 
 class Budget(NamedTuple):

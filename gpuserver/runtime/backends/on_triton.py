@@ -28,7 +28,7 @@ PIECE_TOKENS: Final = 64
 ROWS: Final = 64
 """Of a program that has tokens of a prompt: what fills tensor cores, and leaves registers for the sums."""
 
-LEAST_ROWS: Final = 16
+MIN_ROWS: Final = 16
 """The fewest that a product of tensor cores has."""
 
 SPLIT_TOKENS: Final = 256
@@ -72,11 +72,11 @@ class TileShape:
 
     @classmethod
     def of(cls, layout: KvLayout, heads: int) -> Self:
-        width = max(LEAST_ROWS, triton.next_power_of_2(layout.head_dim))
-        narrow = max(LEAST_ROWS, triton.next_power_of_2(heads // layout.kv_heads))
+        width = max(MIN_ROWS, triton.next_power_of_2(layout.head_dim))
+        narrow = max(MIN_ROWS, triton.next_power_of_2(heads // layout.kv_heads))
         nbytes = width * layout.dtype.itemsize
         most = 64 if layout.dtype.itemsize == 2 else 32  # products without tensor cores take more registers
-        columns = max(LEAST_ROWS, min(most, KEYS_NBYTES // nbytes))
+        columns = max(MIN_ROWS, min(most, KEYS_NBYTES // nbytes))
         rows = ROWS if nbytes <= 512 else ROWS // 2
         return cls(width, columns, narrow, max(rows, narrow), 4 if nbytes <= 128 else 8)
 
@@ -127,7 +127,7 @@ class TritonBackend:
             backend.rotate(query.transpose(0, 1)[None], rows[None], angles, angles)
             backend.attend(step, 0, query.transpose(0, 1), torch.empty_like(query), scores)
         self._low_rank.warm(inputs, memory)
-        square = memory.new_zeros(LEAST_ROWS, LEAST_ROWS)
+        square = memory.new_zeros(MIN_ROWS, MIN_ROWS)
         torch.mm(square, square)
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from dormouse.core.links.fds import close_all
-from dormouse.core.listening import MOST_FDS
+from dormouse.core.listening import MAX_FDS
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
 from dormouse.gpuserver.store.memory.segments import Segment, Segments
@@ -92,8 +92,8 @@ def leave(end: socket.socket, books: LegacyBooks, maps: Mapping[int, SharedMemor
         file.flush()
         socket.send_fds(end, [b"books"], [file.fileno()])
     fds = [maps[number].fd for number, _ in books.slabs]
-    for start in range(0, len(fds), MOST_FDS):
-        socket.send_fds(end, [b"slabs"], fds[start : start + MOST_FDS])
+    for start in range(0, len(fds), MAX_FDS):
+        socket.send_fds(end, [b"slabs"], fds[start : start + MAX_FDS])
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def take(end: socket.socket) -> Legacy | None:
     found: list[int] = []
     try:
         while True:
-            data, fds, flags, _ = socket.recv_fds(end, 16, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(end, 16, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             found += fds
             if flags & socket.MSG_CTRUNC:
                 close_all(found)

@@ -14,7 +14,7 @@ from typing import Final
 from dormouse.core.decisions.memory.pools import eviction
 from dormouse.core.decisions.memory.pools.block_eviction import PlaceSearch
 from dormouse.core.decisions.memory.pools.blocks import Block, blocks_of
-from dormouse.core.decisions.memory.pools.partitions import LEAST, SLOTS, Partitions, rounded
+from dormouse.core.decisions.memory.pools.partitions import MIN, SLOTS, Partitions, rounded
 from dormouse.core.decisions.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
 from dormouse.core.freelist import aligned
 
@@ -53,7 +53,7 @@ class Buddy:
         longest = self._partitions.longest_untyped()
         if longest:
             return longest * SLOTS * self._slot
-        for slots in (32, 16, 10, LEAST):
+        for slots in (32, 16, 10, MIN):
             if self._partitions.find(slots, {}) is not None:
                 return slots * self._slot
         return self._slot // 2 if self._partitions.find(1, {}) is not None else 0

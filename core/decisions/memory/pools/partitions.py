@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 SLOTS: Final = 64
 COMMON: Final = (1, 10)
-LEAST: Final = 8
+MIN: Final = 8
 FULL: Final = (1 << SLOTS) - 1
 
 
@@ -52,7 +52,7 @@ def rounded(slots: int) -> int:
         return slots
     if slots > SLOTS:
         return -(-slots // SLOTS) * SLOTS
-    return max(LEAST, 1 << (slots - 1).bit_length())
+    return max(MIN, 1 << (slots - 1).bit_length())
 
 
 NOWHERE: Final = SlotRange(0, 0)
