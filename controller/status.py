@@ -1,5 +1,5 @@
 """What `dormouse status` is told of GPUs, models and the store: pure. Sizes in bytes; keys stay as they are, because
-programs read them. Their meaning is in the command's help (core/node/cli.py).
+programs read them. Their meaning is in the command's help (core/cli/main.py).
 """
 
 from collections.abc import Iterable, Mapping

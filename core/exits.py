@@ -1,4 +1,4 @@
-"""Exit statuses that more than the command line knows; the others are in core/node/cli_frame.py."""
+"""Exit statuses that more than the command line knows; the others are in core/cli/frame.py."""
 
 from typing import Final
 

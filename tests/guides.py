@@ -40,7 +40,7 @@ class Reader:
             self._environment["DORMOUSE_RUN"] = str(node.run)
         (place / "bin").mkdir(parents=True)
         self._environment["PATH"] = f"{place}/bin:{os.environ['PATH']}"
-        self.has("dormouse", f'exec "{sys.executable}" -P -m dormouse.core.node.cli "$@"')
+        self.has("dormouse", f'exec "{sys.executable}" -P -m dormouse.core.cli.main "$@"')
 
     def has(self, command: str, script: str) -> None:
         file = self._place / "bin" / command

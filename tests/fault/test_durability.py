@@ -175,7 +175,7 @@ def killed_and_back(node: TestNode, role: str) -> None:
 
 def status_json(node: TestNode) -> Any:
     """What `dormouse status --json` prints."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "status"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "status"]
     said = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
     subprocess.run(command, capture_output=True, timeout=60, check=True)  # and that for people prints too
     return json.loads(said.stdout)

@@ -108,7 +108,7 @@ def test_a_command_waits_for_the_next_router(node: TestNode) -> None:
     pid = node.kill("router")
     with pytest.raises(Unreachable, match=f"pid {node.process.pid}.* but is not ready .* try again in a moment"):
         node.admin.functions()
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "invoke", "f", "5"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "invoke", "f", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "5"), done.stderr
     node.replaced("router", pid)

@@ -52,7 +52,7 @@ UPLOADING = """
 def session(node: TestNode, source: str) -> "subprocess.Popen[str]":
     script = node.directory / "script.py"
     script.write_text(textwrap.dedent(source))
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "run", str(script)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_an_answer_is_the_functions_mistake(node: TestNode) -> No
 
 def test_the_command_line_sends_files_and_writes_bytes(node: TestNode, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(picture())
-    command = [sys.executable, "-m", "dormouse.core.node.cli", "--run", str(node.run), "invoke", "f"]
+    command = [sys.executable, "-m", "dormouse.core.cli.main", "--run", str(node.run), "invoke", "f"]
     said = subprocess.run([*command, f"@{tmp_path / 'x.png'}"], capture_output=True, check=True)
     assert said.stdout == picture()
     said = subprocess.run([*command, "raw", "--type", "a/b"], capture_output=True, check=True)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from guides import blocks
 
-from dormouse.core.node import cli
+from dormouse.core.cli import main as cli
 from dormouse.core.node.testing import TestNode, running_node
 
 CALLER = """

@@ -55,7 +55,7 @@ def done(node: TestNode) -> bool:
 
 
 def cost(node: TestNode, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "cost", *arguments]
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "cost", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 

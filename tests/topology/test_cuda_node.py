@@ -18,8 +18,8 @@ from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
 from dormouse.core import gpus
+from dormouse.core.cli import doctor
 from dormouse.core.config import NodeConfig
-from dormouse.core.node import doctor
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.nodefile import load_config
 
@@ -244,7 +244,7 @@ def test_a_node_without_a_gpu_that_works_names_each(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
     load_config_of(tmp_path)
-    command = [sys.executable, "-m", "dormouse.core.node.cli", "up", str(tmp_path / "node.toml")]
+    command = [sys.executable, "-m", "dormouse.core.cli.main", "up", str(tmp_path / "node.toml")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done
     assert "gpu0 did not start: GPU 0 cannot be used: cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in (
@@ -289,7 +289,7 @@ def test_a_gpu_that_others_fill_later_is_said(tmp_path: Path, monkeypatch: pytes
 def test_more_gpus_than_there_are_refuse_to_start(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text(f'[node]\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 2\n[sandbox]\nwarm = []\n')
-    command = [sys.executable, "-m", "dormouse.core.node.cli"]
+    command = [sys.executable, "-m", "dormouse.core.cli.main"]
     done = subprocess.run([*command, "up", str(file)], capture_output=True, text=True)
     assert done.returncode == 2, done
     assert "[gpu] count is 2, but there are 1 (Fake GPU 0)" in done.stderr

@@ -37,7 +37,7 @@ class Commands:
         self._environment = os.environ | {"DORMOUSE_RUN": str(run)}
 
     def begin(self, *words: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-u", "-P", "-m", "dormouse.core.node.cli", *words]
+        command = [sys.executable, "-u", "-P", "-m", "dormouse.core.cli.main", *words]
         return subprocess.Popen(
             command, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,

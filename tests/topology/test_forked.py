@@ -117,7 +117,7 @@ SCRIPT = """
 def command(node: TestNode, source: str) -> list[str]:
     script = node.directory / "script.py"
     script.write_text(textwrap.dedent(source))
-    return [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
+    return [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "run", str(script)]
 
 
 def test_a_script_forks_while_it_computes(node: TestNode) -> None:

@@ -150,7 +150,7 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
 
 def dormouse(node: TestNode, *words: str) -> str:
     """What the command prints."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), *words]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

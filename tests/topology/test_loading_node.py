@@ -103,7 +103,7 @@ def test_what_load_prints_is_seen_while_it_runs(node: TestNode) -> None:
     gate = node.shared / "gate"
     folder = node.folder("gated")
     (folder / "gated.py").write_text(GATED.format(gate=str(gate)))
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "deploy", "gated"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "deploy", "gated"]
     with subprocess.Popen([*command, str(folder / "gated.py")], stderr=subprocess.PIPE, stdout=subprocess.PIPE) as said:
         assert said.stderr is not None
         seen = b""
@@ -122,7 +122,7 @@ def test_a_deploy_goes_on_when_who_asked_for_it_has_left(node: TestNode) -> None
     gate = node.shared / "other-gate"
     folder = node.folder("left")
     (folder / "left.py").write_text(GATED.format(gate=str(gate)))
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "deploy", "left"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "deploy", "left"]
     with subprocess.Popen([*command, str(folder / "left.py")], stderr=subprocess.PIPE) as said:
         assert said.stderr is not None
         while b"loading 10%\n" not in said.stderr.readline():

@@ -56,7 +56,7 @@ def handle(model, until):
 
 def command(run: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """`dormouse` in a process of its own."""
-    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(run), *arguments]
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(run), *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 
@@ -95,7 +95,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         examined = said(run, "doctor", "--config", str(node))
         assert examined["ok"]
         bare = subprocess.run(  # who has no node file at hand, and the node has a port of its own
-            [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(run), "doctor", "--json"],
+            [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(run), "doctor", "--json"],
             capture_output=True,
             text=True,
         )
@@ -171,7 +171,7 @@ def the_guide_to_services_drains_and_replaces(reader: Reader) -> None:
 
 
 def a_function_is_deployed_as_often_as_its_file_is_saved(run: Path, function: Path) -> None:
-    words = [sys.executable, "-u", "-m", "dormouse.core.node.cli", "--run", str(run), "dev", str(function)]
+    words = [sys.executable, "-u", "-m", "dormouse.core.cli.main", "--run", str(run), "dev", str(function)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as dev:
         try:
             assert dev.stdout is not None
@@ -200,7 +200,7 @@ def said_invoked(run: Path) -> Any:
 def a_terminal_shows_the_status_again_and_again(run: Path) -> None:
     assert command(run, "top").returncode == 2, "this is no terminal"
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "dormouse.core.node.cli", "--run", str(run), "top", "--every", "0.2"]
+    words = [sys.executable, "-m", "dormouse.core.cli.main", "--run", str(run), "top", "--every", "0.2"]
     with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as top:
         try:
             shown = b""
@@ -246,7 +246,7 @@ def test_who_stops_a_node_reads_that_something_ran(tmp_path: Path, port: int) ->
     )
     function.parent.mkdir()
     function.write_text("import time\ndef handle(_, request):\n    time.sleep(request)\n")
-    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "up", str(node), "--foreground"]
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "up", str(node), "--foreground"]
     with (
         subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as foreground,
         ThreadPoolExecutor() as pool,

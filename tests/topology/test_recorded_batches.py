@@ -142,7 +142,7 @@ def test_a_recorded_node_a_replay_and_the_simulator_decide_the_same() -> None:
 
 
 def expect_identical(record: Path) -> None:
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(record)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "replay", str(record)]
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert (done.returncode, done.stdout.endswith("\nidentical\n")) == (0, True), f"{done.stdout}{done.stderr}"

@@ -45,7 +45,7 @@ def node() -> Iterator[TestNode]:
 
 def expect_identical(path: Path, status: int = 0) -> str:
     """In a process of its own, whose sets of strings have another order."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(path)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "replay", str(path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONHASHSEED": "77"}
     )

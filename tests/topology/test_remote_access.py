@@ -22,8 +22,8 @@ from guides import Reader, commands
 from language_models import make_folder
 from msgspec import structs
 
+from dormouse.core.cli import doctor
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node import doctor
 from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.core.nodefile import load_config
 from dormouse.router.admin import logtails
@@ -51,7 +51,7 @@ def handle(state, request):
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """`dormouse` in a process of its own."""
-    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", *arguments]
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 

@@ -456,7 +456,7 @@ def test_what_an_instance_answers_is_passed_on_as_it_is(world: World) -> None:
     connection.close()
     assert world.admin.invoke("notjson", b"1") == b"{\xff"
     assert world.row("notjson")["errors"] == 0
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(world.paths.run)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(world.paths.run)]
     said = subprocess.run([*command, "invoke", "notjson", "1"], capture_output=True, text=True, timeout=60)
     assert (said.returncode, said.stdout) == (1, "")  # a terminal obeys some bytes
     assert r"is not JSON" in said.stderr

@@ -38,7 +38,7 @@ def node() -> Iterator[TestNode]:
 
 
 def run(node: TestNode, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", *arguments]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "run", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 
@@ -65,7 +65,7 @@ def test_an_idle_program_does_not_keep_the_only_gpu(node: TestNode) -> None:
         print((x + 1).tolist())
     """
     script.write_text(textwrap.dedent(program))
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "run", str(script)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[2.0, 2.0]\n"
@@ -116,7 +116,7 @@ def test_an_error_in_the_program_is_the_programs(node: TestNode) -> None:
 
 
 def test_without_a_node_the_error_says_what_to_do() -> None:
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", "/tmp/dm-no-such-node", "run", "x.py"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", "/tmp/dm-no-such-node", "run", "x.py"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 4
     assert "dormouse up" in outcome.stderr
@@ -138,7 +138,7 @@ def test_a_program_that_goes_on_whatever_fails_is_run_again_on_the_node_that_too
     with running_node('[gpu]\ncount = 1\nmemory = "128MiB"\n') as node:
         script = node.directory / "server.py"
         script.write_text(textwrap.dedent(program))
-        command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run"]
+        command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), "run"]
         pipe = subprocess.PIPE
         with subprocess.Popen([*command, "--restart", str(script)], stdout=pipe, stderr=pipe, text=True) as process:
             assert process.stdout is not None
@@ -188,7 +188,7 @@ def test_the_guide_to_services_that_one_has(node: TestNode) -> None:
     serve, ask, status = commands("docs/moving.md")
     (node.directory / "app.py").write_text(textwrap.dedent(SERVICE))
     reader = Reader(node.directory, node.directory / "shell", node)
-    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), *shlex.split(serve)[1:]]
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "--run", str(node.run), *shlex.split(serve)[1:]]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=node.directory) as process:
         try:
             assert process.stdout is not None

@@ -46,12 +46,12 @@ def handle(state, request):
 # What the command imports later is imported before: the interpreter may lie where the other user may not look.
 AS = """
 import difflib, os, sys
-import dormouse.core.node.cli, dormouse.core.config, dormouse.core.links.fds, dormouse.core.node.nodeprocess
+import dormouse.core.cli.main, dormouse.core.config, dormouse.core.links.fds, dormouse.core.node.nodeprocess
 import dormouse.schemas.admin
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
 os.environ["HOME"] = sys.argv.pop(1)
-dormouse.core.node.cli.main()
+dormouse.core.cli.main.main()
 """
 
 

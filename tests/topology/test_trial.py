@@ -10,8 +10,8 @@ import msgspec
 import needs
 import pytest
 
+from dormouse.core.cli import doctor
 from dormouse.core.config import NodeConfig, NodeSection, SandboxSection
-from dormouse.core.node import doctor
 
 AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")
 AS_NOBODY = ("unshare", "--user", "--map-user=54321", "--map-group=54321")

@@ -102,7 +102,7 @@ def test_who_asked_is_killed_and_the_node_goes_over_all_the_same(stage: str) -> 
     with running_node(CONFIG) as node:
         OrphanProcess.adopt_all()
         node.deployed("f", FUNCTION)
-        command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "up", "--replace", str(node.file)]
+        command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "up", "--replace", str(node.file)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as asker:
             assert asker.stderr is not None
             said = next(line for line in asker.stderr if line.strip() == stage)

@@ -13,7 +13,7 @@ from dormouse.controller.simulator import main
 from dormouse.controller.simulator.capacity import CapacitySearch
 from dormouse.controller.simulator.resize import with_functions, with_gpus
 from dormouse.controller.simulator.scenario import Scenario, parse_scenario
-from dormouse.core.node import cli
+from dormouse.core.cli import main as cli
 from dormouse.schemas.errors import ConfigError
 
 # Each request runs for 0.1 s, and each function asks 5 times in a second: a GPU is enough for two of them.

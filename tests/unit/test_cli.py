@@ -24,6 +24,13 @@ import pytest
 
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.controller.status import NO_STORE, status
+from dormouse.core.cli import completion as cli_completion
+from dormouse.core.cli import deploy as cli_deploy
+from dormouse.core.cli import dev as cli_dev
+from dormouse.core.cli import doctor
+from dormouse.core.cli import frame as cli_frame
+from dormouse.core.cli import main as cli
+from dormouse.core.cli.statusview import OVERVIEW
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection, TenantSection
 from dormouse.core.decisions.requests.events import Timing
 from dormouse.core.decisions.scheduling.events import Asked, ExecutorUp, FunctionKnown
@@ -31,10 +38,9 @@ from dormouse.core.decisions.scheduling.functions import LastEviction
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.logrecords import mark
-from dormouse.core.node import adminclient, cli, cli_completion, cli_deploy, cli_dev, cli_frame, doctor, nodeprocess
+from dormouse.core.node import adminclient, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.statusview import OVERVIEW
 from dormouse.core.output import clear, table
 from dormouse.core.paths import StatePaths
 from dormouse.core.quantities import size
@@ -695,7 +701,8 @@ def test_a_shell_completes_commands_options_and_functions(
 
 WAIT_S = 60.0
 PATIENT = f"""
-from dormouse.core.node import cli, cli_completion
+from dormouse.core.cli import completion as cli_completion
+from dormouse.core.cli import main as cli
 cli_completion.WAIT_S = {WAIT_S}
 cli.main()
 """
@@ -1306,7 +1313,7 @@ def test_a_node_in_the_foreground_says_to_people_why_it_does_not_start(tmp_path:
         port = taken.getsockname()[1]
         file = tmp_path / "node.toml"
         file.write_text(f'[node]\nport = {port}\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n')
-        words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "up", "--foreground", str(file)]
+        words = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "up", "--foreground", str(file)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith(f"dormouse: port {port} on 127.0.0.1 is in use; ")
@@ -1320,7 +1327,7 @@ def test_a_supervisor_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_supervisor_is_named_by_its_module_only() -> None:
     """The command line must not import what runs a node: `--help` would pay for it."""
-    code = "import sys, dormouse.core.node.cli; print(*sorted(m for m in sys.modules if m.split('.')[0] in {0}))"
+    code = "import sys, dormouse.core.cli.main; print(*sorted(m for m in sys.modules if m.split('.')[0] in {0}))"
     heavy = {"torch", "zmq", "rich", "structlog", "uvicorn", "uvloop", "numpy", "msgspec"}
     assert subprocess.check_output([sys.executable, "-c", code.format(heavy)], text=True).split() == []
 

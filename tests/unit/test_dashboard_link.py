@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.core.node.cli_dev import open_link
+from dormouse.core.cli.dev import open_link
 
 LINK = "http://127.0.0.1:8700/#ticket=dt_0123456789"
 BROWSER = """#!/bin/sh

@@ -14,8 +14,8 @@ import click
 import msgspec
 import pytest
 
+from dormouse.core.cli.main import cli
 from dormouse.core.config import NodeConfig
-from dormouse.core.node.cli import cli
 from dormouse.schemas import messages
 
 ROOT = Path(__file__).parents[2]

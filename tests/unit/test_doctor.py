@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dormouse.core import gpus, torchbuild
+from dormouse.core.cli import doctor
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection, SandboxSection
 from dormouse.core.gpus import counted
-from dormouse.core.node import doctor
 from dormouse.schemas.errors import ConfigError
 
 RUN = subprocess.run

@@ -244,7 +244,7 @@ def test_a_checkout_that_is_not_installed_has_its_version() -> None:
         "        raise md.PackageNotFoundError(name)\n"
         "    return found(name)\n"
         "md.Distribution.from_name = none\n"
-        "import dormouse.core.node.cli, dormouse.router.main, dormouse.controller.main\n"
+        "import dormouse.core.cli.main, dormouse.router.main, dormouse.controller.main\n"
         "from dormouse.router.front.openinference import ALIVE\n"
         "print(ALIVE['/v2']['version'])\n"
     )

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from dormouse.core.cli import keyscommand
+from dormouse.core.cli.keyscommand import Target
 from dormouse.core.directories import lock, open_directory
 from dormouse.core.keys import KeyFile
-from dormouse.core.node import keyscommand
-from dormouse.core.node.keyscommand import Target
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError
 

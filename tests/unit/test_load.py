@@ -6,8 +6,8 @@ from threading import Barrier
 
 import pytest
 
-from dormouse.core.node import load
-from dormouse.core.node.load import Sent
+from dormouse.core.cli import load
+from dormouse.core.cli.load import Sent
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
 

@@ -15,9 +15,9 @@ from fake_cuda.fixtures import fake_cuda_library
 from fake_nvml.build import build, fake_uuid
 
 from dormouse.core import gpus
+from dormouse.core.cli import doctor
 from dormouse.core.config import GpuSection, NodeConfig
 from dormouse.core.decisions.scheduling.topology import NVLINK_BPS, Topology, discovered
-from dormouse.core.node import doctor
 from dormouse.gpuserver.device.cuda import nvml
 from dormouse.schemas.messages import GpuPlace
 

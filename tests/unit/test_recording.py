@@ -318,7 +318,7 @@ def record_simulation(path: Path, policy: Policy) -> int:
 def replayed(path: Path, *words: str, hash_seed: str = "0") -> "subprocess.CompletedProcess[str]":
     """`dormouse replay` in a process of its own, in which sets of strings have another order."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(path), *words]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", "replay", str(path), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 

@@ -2,7 +2,7 @@
 
 from itertools import accumulate, repeat
 
-from dormouse.core.node.runagain import LONGEST_WAIT_S, STEADY_S, next_wait_s
+from dormouse.core.cli.runagain import LONGEST_WAIT_S, STEADY_S, next_wait_s
 
 
 def test_only_without_its_node_is_a_program_run_again() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dormouse.core.node import children, cli_service, registry
-from dormouse.core.node.cli import cli
+from dormouse.core.cli import service as cli_service
+from dormouse.core.cli.main import cli
+from dormouse.core.node import children, registry
 
 STRANGE = '/srv/a b/100%/$HOME/"q"/node.toml'
 

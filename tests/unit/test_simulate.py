@@ -18,7 +18,7 @@ from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.report import report
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario, parse_scenario
-from dormouse.core.node import cli
+from dormouse.core.cli import main as cli
 from dormouse.schemas.errors import ConfigError
 
 NODE = Path(__file__).parents[2] / "examples" / "scenarios" / "node.toml"
@@ -472,7 +472,7 @@ def test_unreadable_scenarios(
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text('[gpus]\ncount = 1\nmemory = 9\n[arrivals]\nrate = 9\n[[models]]\nname = "m"\nsize = 9\nrun = 9\n')
-    command = [sys.executable, "-m", "dormouse.core.node.cli", "simulate", str(path)]
+    command = [sys.executable, "-m", "dormouse.core.cli.main", "simulate", str(path)]
     for options in ([], ["--json"]):
         with Path("/dev/full").open("w") as full:
             done = subprocess.run([*command, *options], stdout=full, stderr=subprocess.PIPE, text=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dormouse.core import folder
-from dormouse.core.node import functionfile
+from dormouse.core.cli import functionfile
 from dormouse.core.paths import BLOBS
 from dormouse.gpuserver.store.disk.blobs import Blobs
 from dormouse.gpuserver.store.ingest.offers import identity_of

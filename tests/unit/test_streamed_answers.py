@@ -15,10 +15,10 @@ from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.codec import BadResponse, event
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
+from dormouse.core.cli.streams import events
 from dormouse.core.config import LimitsSection
 from dormouse.core.decisions.requests import events as e
 from dormouse.core.decisions.requests.state import RouterState
-from dormouse.core.node.cli_streams import events
 from dormouse.router.access.limits import TenantLimits
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.counts import ServedCounts

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import CommandContext, as_json, going_on, pass_context
+from dormouse.core.cli.secrets import variables
 from dormouse.core.errortext import gist, hints
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
-from dormouse.core.node.cli_secrets import variables
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import DormouseError
@@ -143,7 +143,7 @@ def deploy(
     over when that is deployed anew.
     """
     from dormouse.core import folder, modelfolder
-    from dormouse.core.node import functionfile
+    from dormouse.core.cli import functionfile
 
     if [file, llm, lora].count(None) < 2:
         raise click.UsageError("a deploy has one of these alone: a function's file or folder, --llm, --lora")
@@ -215,7 +215,7 @@ def show_changes(answer: dict[str, Any], err: bool = False) -> None:
         names = ", ".join(each if "." in each else each.replace("_", "-") for each in kept)
         click.echo(f"  as before: {names} (--reset OPTION ends that)", err=err)
     if sampling := answer.get("sampling"):
-        from dormouse.core.node.statusview import sampling_text
+        from dormouse.core.cli.statusview import sampling_text
 
         click.echo(f"  sampling, unless a request says otherwise: {sampling_text(sampling)}", err=err)
     if warning := answer.get("warning"):

@@ -1,11 +1,11 @@
-"""`dormouse keys create`, `ls` and `revoke`: options and printing; the rest is core/node/keyscommand.py."""
+"""`dormouse keys create`, `ls` and `revoke`: options and printing; the rest is core/cli/keyscommand.py."""
 
 import sys
 from typing import Any, Final
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.cli.frame import CommandContext, as_json, pass_context
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.output import show_json, table
 
@@ -53,7 +53,7 @@ def keys_create(context: CommandContext, /, yes: bool, config: str | None, json_
     The first key changes who may invoke: from then on nobody does without one, also after it is revoked. So it is
     asked for, or wants -y where nobody can be asked.
     """
-    from dormouse.core.node import keyscommand
+    from dormouse.core.cli import keyscommand
 
     target = keyscommand.Target(context.run, context.node, config)
     if keyscommand.closes(target):
@@ -76,7 +76,7 @@ def keys_create(context: CommandContext, /, yes: bool, config: str | None, json_
 @pass_context
 def keys_ls(context: CommandContext, config: str | None, json_: bool) -> None:
     """List the keys, also revoked ones."""
-    from dormouse.core.node import keyscommand
+    from dormouse.core.cli import keyscommand
 
     rows = keyscommand.ls(keyscommand.Target(context.run, context.node, config))
     if json_:
@@ -93,7 +93,7 @@ def keys_ls(context: CommandContext, config: str | None, json_: bool) -> None:
 @pass_context
 def keys_revoke(context: CommandContext, name: str, config: str | None, json_: bool) -> None:
     """End a key at once: requests with it are refused from now on."""
-    from dormouse.core.node import keyscommand
+    from dormouse.core.cli import keyscommand
 
     revoked = keyscommand.revoke(keyscommand.Target(context.run, context.node, config), name)
     if json_:

@@ -10,11 +10,11 @@ from typing import Final
 
 import click
 
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import CommandContext, json_option, pass_context
+from dormouse.core.cli.requests import as_told
+from dormouse.core.cli.streams import show_stream
 from dormouse.core.errortext import HINT
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, json_option, pass_context
-from dormouse.core.node.cli_requests import as_told
-from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.output import show_answer, show_json
 from dormouse.schemas.errors import DormouseError

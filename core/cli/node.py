@@ -8,8 +8,8 @@ from typing import Final
 
 import click
 
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, going_on, pass_context
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import FAILED, CommandContext, as_json, going_on, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import ConfigError, DormouseError
@@ -55,7 +55,8 @@ def up(
     DORMOUSE_RUN, where the other commands look, too.
     """
     from dormouse.core import torchbuild
-    from dormouse.core.node import doctor, nodeprocess
+    from dormouse.core.cli import doctor
+    from dormouse.core.node import nodeprocess
     from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
     from dormouse.core.problems import strangers
 
@@ -265,7 +266,7 @@ def status(context: CommandContext, name: str | None, all_: bool, check: bool, j
                  functions over_share (it waits for others) share gpu_memory
                  requests_s tokens_s (what the node file says)
     """
-    from dormouse.core.node import statusview
+    from dormouse.core.cli import statusview
 
     value = context.client.status()
     if name is not None and name not in value["functions"]:
@@ -334,7 +335,7 @@ def doctor(context: CommandContext, config: str | None, json_: bool) -> None:
     Of the node that the other commands speak to, if it runs: with the settings that it was started with. --config
     examines for another node file.
     """
-    from dormouse.core.node import doctor as doctor_
+    from dormouse.core.cli import doctor as doctor_
     from dormouse.core.node import nodeprocess
 
     node = nodeprocess.config_of(config, context.node, context.run)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_deploy import show_changes
-from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.deploy import show_changes
+from dormouse.core.cli.frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.output import show_json, table
 from dormouse.core.times import utc
 

@@ -1,4 +1,4 @@
-"""The `dormouse` command. Thin: every command is one or two calls to a node, printed; they are in core/cli_*.py.
+"""The `dormouse` command: each command is one or two calls to a node, printed.
 
 Exit status: 0 ok, 1 failed, 2 usage, 3 not found, 4 no node answers, 5 refused or over a limit, 130 interrupted. rich
 and everything heavy is imported inside the command that needs it, so that `--help` is fast.
@@ -13,27 +13,26 @@ from typing import Any, Final, NoReturn
 import click
 from click.core import ParameterSource
 
-from dormouse.core.exits import UNREACHABLE
-from dormouse.core.node import (
-    cli_audit,
-    cli_backup,
-    cli_bench,
-    cli_completion,
-    cli_cost,
-    cli_deploy,
-    cli_dev,
-    cli_functions,
-    cli_gpu,
-    cli_invoke,
-    cli_keys,
-    cli_node,
-    cli_offline,
-    cli_requests,
-    cli_secrets,
-    cli_service,
-    cli_versions,
+from dormouse.core.cli import (
+    audit,
+    backup,
+    bench,
+    completion,
+    cost,
+    deploy,
+    dev,
+    functions,
+    gpu,
+    invoke,
+    keys,
+    node,
+    offline,
+    requests,
+    secrets,
+    service,
+    versions,
 )
-from dormouse.core.node.cli_frame import (
+from dormouse.core.cli.frame import (
     FAILED,
     INTERRUPTED,
     NOT_FOUND,
@@ -46,6 +45,7 @@ from dormouse.core.node.cli_frame import (
     json_wanted,
     show_failure,
 )
+from dormouse.core.exits import UNREACHABLE
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.terminal import harmless_streams
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
@@ -112,29 +112,29 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 
 
 for command in (
-    *(cli_node.up, cli_node.down, cli_node.drain, cli_node.status, cli_node.policy, cli_node.doctor),
+    *(node.up, node.down, node.drain, node.status, node.policy, node.doctor),
     *(
-        cli_deploy.deploy,
-        cli_functions.ls,
-        cli_invoke.invoke,
-        cli_functions.logs,
-        cli_functions.rm,
-        cli_functions.restart,
-        cli_functions.run,
+        deploy.deploy,
+        functions.ls,
+        invoke.invoke,
+        functions.logs,
+        functions.rm,
+        functions.restart,
+        functions.run,
     ),
-    cli_gpu.gpu,
-    *(cli_requests.requests, cli_requests.jobs, cli_requests.job),
-    *(cli_versions.history, cli_versions.rollback, cli_versions.traffic, cli_versions.pin, cli_versions.unpin),
-    cli_audit.audit,
+    gpu.gpu,
+    *(requests.requests, requests.jobs, requests.job),
+    *(versions.history, versions.rollback, versions.traffic, versions.pin, versions.unpin),
+    audit.audit,
     *(
-        cli_cost.cost,
-        cli_keys.keys,
-        cli_secrets.secret,
-        cli_completion.completion,
-        cli_service.install_service,
+        cost.cost,
+        keys.keys,
+        secrets.secret,
+        completion.completion,
+        service.install_service,
     ),
-    *(cli_backup.backup, cli_backup.restore),
-    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_dev.dashboard, cli_offline.simulate, cli_offline.replay),
+    *(backup.backup, backup.restore),
+    *(bench.bench, dev.dev, dev.top, dev.dashboard, offline.simulate, offline.replay),
 ):
     cli.add_command(command)
 

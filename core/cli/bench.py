@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, json_option, pass_context
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import CommandContext, json_option, pass_context
+from dormouse.core.cli.statusview import told
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.statusview import told
 from dormouse.core.output import over, show_json, table
 from dormouse.core.quantities import duration
 
@@ -36,9 +36,9 @@ def bench(context: CommandContext, name: str, request: str, rate: float, duratio
     model streams its answers, and its deadline is for the first part. The exit status is 1 if a request was not
     answered.
     """
+    from dormouse.core.cli import load
+    from dormouse.core.cli.invoke import body_of
     from dormouse.core.config import parse_duration_ms
-    from dormouse.core.node import load
-    from dormouse.core.node.cli_invoke import body_of
 
     client = context.client
     row = next((row for row in client.functions() if row["name"] == name), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.cli.frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
 
 whose = click.option("--tenant", default="", help="Whose it is.  [default: default]")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dormouse.core.node.cli_frame import run_directory
+from dormouse.core.cli.frame import run_directory
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -4,7 +4,8 @@ from typing import Any
 
 import click
 
-from dormouse.core.node.cli_frame import as_json
+from dormouse.core.cli.frame import as_json
+from dormouse.core.cli.parts import part
 
 
 def _capacity(_context: click.Context, _option: click.Parameter, found: str | None) -> str | None:
@@ -75,9 +76,7 @@ def simulate(file: str, json_: bool, **options: Any) -> None:
 
     docs/simulator.md describes SCENARIO.toml.
     """
-    from dormouse.controller.simulator.main import main
-
-    main(file, json_=json_, **options)
+    part("simulator").main(file, json_=json_, **options)
 
 
 @click.command()
@@ -98,6 +97,4 @@ def replay(file: str, json_: bool) -> None:
       cut_nbytes     of a last frame that was not written to its end
       difference     null, or: number at_s event recorded replayed
     """
-    from dormouse.controller.replay import main
-
-    main(file, json_)
+    part("replay").main(file, json_)

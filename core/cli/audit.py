@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.cli.frame import CommandContext, as_json, pass_context
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.output import show_json, table
 
@@ -28,7 +28,7 @@ def audit(context: CommandContext, name: str | None, since: str, lines: int, con
     With NAME, the acts on that function, key or secret. It reads STATE/logs/audit.log, which the node's user may.
     """
     from dormouse.core.audit import read
-    from dormouse.core.node.keyscommand import Target
+    from dormouse.core.cli.keyscommand import Target
     from dormouse.core.paths import StatePaths
     from dormouse.core.prices import parse_since
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.cli.frame import CommandContext, as_json, pass_context
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.output import show_json
 

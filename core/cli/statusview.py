@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.loadsview import LOADS, SESSIONS, load_row, session_row
+from dormouse.core.cli.loadsview import LOADS, SESSIONS, load_row, session_row
 from dormouse.core.output import table
 from dormouse.core.problems import intended, problems, standing, strangers, troubles
 from dormouse.core.quantities import duration, size

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dormouse.core.node.cli_frame import of_error
+from dormouse.core.cli.frame import of_error
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_bytes, show_json
 from dormouse.schemas.errors import DormouseError

@@ -10,7 +10,7 @@ from typing import Final
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, pass_context
+from dormouse.core.cli.frame import CommandContext, pass_context
 from dormouse.schemas.errors import ConfigError
 
 # The times are those of the supervisor (START_S, SILENCE_S, STOP_S), with room. `OOMPolicy=continue`: an instance that

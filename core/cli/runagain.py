@@ -30,7 +30,7 @@ def next_wait_s(status: int, lasted_s: float, last_wait_s: float) -> float | Non
 
 def run_again(arguments: list[str]) -> int:
     """Run `dormouse` with ``arguments`` as often as it takes; its last exit status."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", *arguments]
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli.main", *arguments]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, signal.SIGCHLD})
     parent = os.getpid()
 

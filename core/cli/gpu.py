@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from dormouse.core.node.cli_frame import CommandContext, as_json, going_on, pass_context
+from dormouse.core.cli.frame import CommandContext, as_json, going_on, pass_context
 from dormouse.core.output import show_json
 
 

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
 from dormouse.core.times import utc
 

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.cli_completion import function_argument
-from dormouse.core.node.cli_frame import CommandContext, as_json, ended_as_it_likes, failure, pass_context
-from dormouse.core.node.loadsview import LOADS, load_row
+from dormouse.core.cli.completion import function_argument
+from dormouse.core.cli.frame import CommandContext, as_json, ended_as_it_likes, failure, pass_context
+from dormouse.core.cli.loadsview import LOADS, load_row
+from dormouse.core.cli.parts import part
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json, table
 from dormouse.core.terminal import own
@@ -159,9 +160,7 @@ def _remove(context: CommandContext, name: str, file: str | None) -> None:
                 f"{error}; to remove functions without a node, give its file: --config NODE.toml"
             ) from None
         config = nodeprocess.config_of(file, None if file else context.node)
-        from dormouse.controller import offline
-
-        if not offline.remove(config.state_directory, [name]):
+        if not part("offline").remove(config.state_directory, [name]):
             text = f"no node runs, and there is no function {name!r} in {config.state_directory}"
             raise CallRefused(404, "unknown_function", text) from None
 
@@ -196,13 +195,11 @@ def run(context: CommandContext, again: bool, arguments: tuple[str, ...]) -> Non
     interrupted, as with Ctrl-C, and ends with status 75; with --restart it is run again.
     """
     if again:
-        from dormouse.core.node.runagain import run_again
+        from dormouse.core.cli.runagain import run_again
 
         sys.exit(run_again(["--run", str(context.directory), "run", *arguments]))
     if not (context.directory / "t" / "attach").exists():
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
-    from dormouse.client_shim.instance import session
-
     ended_as_it_likes()
     sys.stdout, sys.stderr = own(sys.stdout), own(sys.stderr)  # the program's, which prints what it likes
-    sys.exit(session.main(list(arguments), str(context.directory)))
+    sys.exit(part("session").main(list(arguments), str(context.directory)))

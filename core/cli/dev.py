@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from dormouse.core.node.cli_deploy import keep, not_deployed, of_functions, read_options, show_and_keep, show_changes
-from dormouse.core.node.cli_frame import CommandContext, pass_context
+from dormouse.core.cli.deploy import keep, not_deployed, of_functions, read_options, show_and_keep, show_changes
+from dormouse.core.cli.frame import CommandContext, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import clear
 from dormouse.schemas.errors import DormouseError
@@ -46,7 +46,7 @@ def dev(context: CommandContext, /, file: str, name: str | None, **given: Any) -
     before goes on.
     """
     from dormouse.core import folder
-    from dormouse.core.node import functionfile
+    from dormouse.core.cli import functionfile
 
     path = Path(file).absolute()
     called = name or f"{path.stem}-dev"
@@ -96,7 +96,7 @@ def _follow(client: "AdminClient", name: str) -> None:
 @pass_context
 def top(context: CommandContext, every: float) -> None:
     """Show `dormouse status`, and go on showing it until Ctrl-C."""
-    from dormouse.core.node import statusview
+    from dormouse.core.cli import statusview
 
     if not sys.stdout.isatty():
         raise click.UsageError("this is for a terminal; `dormouse status` prints once")
