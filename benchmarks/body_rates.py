@@ -21,7 +21,7 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from dormouse.core.node.testing import running_node
+from benchmarks.nodes.testnode import running_node
 from dormouse.router.front.connection import Bounds, HttpConnection, Onward
 from dormouse.router.front.cycle import Cycle
 from dormouse.router.front.exchange import raw_error

@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTION = Path(__file__).with_name("coverage_function.py")
 ROOT = Path(__file__).parents[1]

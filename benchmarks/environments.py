@@ -8,8 +8,8 @@ import re
 import time
 from pathlib import Path
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import procfs
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE, ZYGOTE
 
 FUNCTION = """

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.nodes.ports import free_port
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.ports import free_port
-from dormouse.core.node.testing import TestNode, running_node
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PEERS: Final = ROOT / "build" / "front"

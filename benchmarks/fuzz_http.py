@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    from dormouse.core.node.testing import running_node
+    from benchmarks.nodes.testnode import running_node
 
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as node:
         # Not what was sent: an integer of more than 64 bits can come in and cannot go out.

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.gpu_llm_models import CONTEXT, DEVICE, SHAPES, adapter_folders, make_folder
 from benchmarks.llm_alone import random_prompt
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal
 from dormouse.core import modelfolder, procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, running_node
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -18,8 +18,8 @@ import sys
 import time
 from typing import Any, Final
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
 
 MIB: Final = 1 << 20

@@ -20,8 +20,8 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from benchmarks.gpu_models import MODELS, difference, source
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
 
 WAYS: Final = """

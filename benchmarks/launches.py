@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.dashboard import spent_s
 from benchmarks.fuzz_record import loopback
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
 from dormouse.client_shim.commands import recorder
-from dormouse.core.node.testing import TestNode, running_node
 
 COMMON: Final = """
 import time, torch, transformers

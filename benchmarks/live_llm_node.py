@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.live_node import shape
 from benchmarks.models import function
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.controller.simulator.streams.model import Lengths
 from dormouse.core import modelfolder
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 4
 REQUESTS: Final = 8

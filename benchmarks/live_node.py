@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import models
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.controller.recording import Recording
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 64
 LINK_BPS: Final = 0.7e9

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.llm_alone import NEW, Alone, random_prompt
 from benchmarks.llm_judge import GAP, Judged, judged
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, running_node
 from examples import smollm2
 
 ROUNDS: Final = 5

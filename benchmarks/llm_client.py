@@ -12,8 +12,8 @@ from typing import Any, Final
 import openai
 
 from benchmarks.llm_alone import random_prompt
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, running_node
 
 PROMPT: Final = 128
 GRANULES: Final = 64 << 20

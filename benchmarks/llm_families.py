@@ -35,10 +35,10 @@ from transformers import PreTrainedModel
 from benchmarks.llm_judge import GAP, judged, logits_of
 from benchmarks.llm_streams import Stream, at_once
 from benchmarks.llm_tiny import TINY, VOCABULARY, make_folder, never_special, prompts, reference, tokens_of
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
 from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, running_node
 
 PROMPTS: Final = 50
 NEW: Final = 32

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from benchmarks.front import summary
 from benchmarks.llm_client import GRANULES, Client, deploy, prompt
 from benchmarks.llm_server import VllmServer, installed
-from dormouse.core.node.testing import running_node
+from benchmarks.nodes.testnode import running_node
 
 MODELS: Final = 12
 ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {

@@ -38,10 +38,10 @@ from benchmarks.llm import at_once
 from benchmarks.llm_alone import Alone
 from benchmarks.llm_client import GRANULES, prompt, serving
 from benchmarks.llm_many import many
+from benchmarks.nodes.testnode import TestNode
 from benchmarks.report import Goal, arguments, report
 from dormouse.core import procfs
 from dormouse.core.links.fds import PacketSocket, close_all
-from dormouse.core.node.testing import TestNode
 from dormouse.schemas import messages as m
 from examples import smollm2
 

@@ -27,10 +27,10 @@ from typing import Any, Final, Protocol
 
 from benchmarks.llm_alone import NEW, random_prompt
 from benchmarks.llm_server import PEER, THREADS, VllmServer, installed, tokens_s
+from benchmarks.nodes.testnode import running_node
 from benchmarks.report import Goal, arguments, report
 from dormouse.core import openmp
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import running_node
 from examples import smollm2
 
 SIDES: Final = ("fused", "modules", "vllm", "transformers", "node", "server")

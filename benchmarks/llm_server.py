@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.nodes.ports import reserved_port
 from dormouse.core import openmp
-from dormouse.core.node.ports import reserved_port
 
 PEER: Final = Path("build/peers/vllm")
 THREADS: Final = 2

@@ -19,12 +19,12 @@ from benchmarks.llm_judge import judged
 from benchmarks.llm_streams import Stream, at_once
 from benchmarks.llm_tiny import make_folder, never_special, prompts, reference
 from benchmarks.lora_adapters import ALL
+from benchmarks.nodes.testnode import running_node
 from benchmarks.report import Goal
 from dormouse.controller.recording import Recording
 from dormouse.core import modelfolder
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import running_node
 
 ADAPTERS, QUICK = 300, 60
 HOLDS: Final = 20

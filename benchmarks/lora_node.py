@@ -38,9 +38,9 @@ from benchmarks.llm_alone import random_prompt
 from benchmarks.llm_client import deploy
 from benchmarks.lora_adapters import SPEED, save
 from benchmarks.lora_many import many
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
 from dormouse.core import modelfolder, procfs
-from dormouse.core.node.testing import TestNode, running_node
 from examples import smollm2
 
 PLACE: Final = Path("build/llm/lora")

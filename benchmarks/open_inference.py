@@ -101,7 +101,7 @@ def main() -> None:
         return
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is not there: scripts/stock-clients tritonclient makes it")
-    from dormouse.core.node.testing import running_node  # the client's Python does not have it
+    from benchmarks.nodes.testnode import running_node  # the client's Python does not have it
 
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as node:
         node.deployed("f", FUNCTION)

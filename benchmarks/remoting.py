@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 COMMON = """
 import gc, time, torch, transformers

@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 MINILM = """
 import torch

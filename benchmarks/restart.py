@@ -17,8 +17,8 @@ from typing import Any, Final
 import safetensors.torch
 import torch
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 FIRST_GOAL_S: Final = 10.0  # beyond the function's own load()
 TENSOR_NBYTES: Final = 16 << 20

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 TUNES: Final = 8
 TOTAL_GOAL: Final = 1.10  # bytes of all fine-tunes / of one model

@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks import soak_functions
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 12
 REQUESTS: Final = 4  # different inputs of each function

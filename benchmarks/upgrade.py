@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.node.testing import TestNode, running_node
 
 RATE_S: Final = 50.0
 LANES: Final = 20  # requests at a time, at most

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 import openai
 
+from benchmarks.nodes.testnode import TestNode
 from dormouse.core import modelfolder
-from dormouse.core.node.testing import TestNode
 from examples.chats import Chat, talk_at_once
 from examples.styles import ADAPTERS, STYLES
 

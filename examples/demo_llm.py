@@ -21,8 +21,8 @@ from typing import Any, Final
 import openai
 import torch
 
+from benchmarks.nodes.testnode import TestNode, kept_running
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, kept_running
 from examples import demo_adapters, smollm2
 from examples.chats import Chat, Reference, talk, talk_at_once
 from examples.styles import ADAPTERS, STYLES

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from dormouse.core.node.ports import reserved_port
+from benchmarks.nodes.ports import reserved_port
 
 CHROMIUM: Final = shutil.which("chromium") or ""
 DRIVER: Final = shutil.which("chromedriver") or ""

@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from dormouse.core.node.testing import TestNode
+from benchmarks.nodes.testnode import TestNode
 
 ROOT: Final = Path(__file__).parents[1]
 GUIDES: Final = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))

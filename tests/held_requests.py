@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from dormouse.core.node.testing import HttpAnswer, TestNode
+from benchmarks.nodes.testnode import HttpAnswer, TestNode
 
 FUNCTION = """
 import os, time

@@ -11,9 +11,9 @@ import torch
 from language_models import make_folder, tokenizer
 from transformers import PreTrainedModel
 
+from benchmarks.nodes.testnode import TestNode
 from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode
 
 torch.set_num_threads(1)
 """Of the references: the models are tiny, and a second thread waits for the first, and for the node, most of the time.

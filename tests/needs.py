@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from dormouse.core.node.testing import TestNode
+from benchmarks.nodes.testnode import TestNode
 from dormouse.schemas.errors import ConfigError
 
 CURL: Final = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

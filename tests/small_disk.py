@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, kept_running
+from benchmarks.nodes.testnode import TestNode, kept_running
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from warm_start import processes_start_warm  # noqa: F401  # for all modules of this folder
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 
 @pytest.fixture(scope="module")

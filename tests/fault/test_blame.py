@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.evidence import COMMAND, read_page
 from dormouse.core.node.children import RunningRole
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.sandbox import cgroups
 
 pytestmark = pytest.mark.timeout(400)

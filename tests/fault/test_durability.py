@@ -19,8 +19,8 @@ import safetensors.torch
 import torch
 from small_disk import fill, node_on_small_disk
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.node.refusals import CallRefused, Unreachable
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.quantities import size
 
 MIB: Final = 1 << 20

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.refusals import Unreachable
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 FUNCTION = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_disk import fill, small_disk
 
-from dormouse.core.node.testing import TestNode, kept_running
+from benchmarks.nodes.testnode import TestNode, kept_running
 from dormouse.core.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(600)

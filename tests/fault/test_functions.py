@@ -8,8 +8,8 @@ import threading
 import needs
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.logrecords import LogLine, having, lines_of
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 GOOD = """
     import torch

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from dormouse.core.node.testing import TestNode
+from benchmarks.nodes.testnode import TestNode
 
 GOOD = """
     import torch

@@ -15,8 +15,8 @@ import pytest
 import torch
 from warm_start import TITLE
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core import procfs
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 MODEL = """
     import os

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 CONFIG = """
 [gpu]

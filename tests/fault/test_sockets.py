@@ -19,9 +19,9 @@ import msgpack
 import msgspec
 import pytest
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.links.blocking_link import BlockingLink
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.paths import RunPaths
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m

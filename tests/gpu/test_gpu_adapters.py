@@ -25,9 +25,9 @@ from attention_world import DEVICE
 from language_models import make_folder
 from llm_node import ask, connected, deploy, expected, runtimes, same_texts, streaming, talk
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import modelfolder
 from dormouse.core.decisions.batches.batch import NO_ADAPTER
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.runtime.backends.low_rank_on_triton import TritonLowRank
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank, Table
 from dormouse.gpuserver.runtime.packing import packed

@@ -7,8 +7,8 @@ import torch
 from engine_suite import loaded
 from gpu_marks import NEEDS_GPU
 
+from benchmarks.nodes.testnode import running_node
 from dormouse.core.config import machine_nbytes
-from dormouse.core.node.testing import running_node
 
 NODE = loaded(Path(__file__).parents[1] / "topology" / "test_cuda_node.py")
 pytestmark = NEEDS_GPU

@@ -11,7 +11,7 @@ from adapter_folders import base_model, save_adapter
 from language_models import make_folder
 from llm_node import CONFIG, ask, deploy, expected
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 

@@ -25,10 +25,10 @@ from llm_node import (
     talk,
 )
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import modelfolder
 from dormouse.core.folder import FunctionFolder, NoFunction
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client"]
 

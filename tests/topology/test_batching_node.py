@@ -9,7 +9,7 @@ from typing import Any
 from language_models import make_folder
 from llm_node import CONFIG, ask, connected, deploy, expected
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 HOUR_MS = 3_600_000
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTION = """
 import io, sys

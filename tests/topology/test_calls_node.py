@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 from guides import blocks
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.cli import main as cli
-from dormouse.core.node.testing import TestNode, running_node
 
 CALLER = """
 import asyncio, os, threading, time

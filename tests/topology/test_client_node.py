@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.nodes.ports import free_port
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.client import (
     AsyncClient,
     CallCancelled,
@@ -27,8 +29,6 @@ from dormouse.client import (
     RequestRefused,
     Unreached,
 )
-from dormouse.core.node.ports import free_port
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 ROOT = Path(__file__).parents[2]

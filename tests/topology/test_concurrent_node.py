@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.logrecords import having, lines_of
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 FUNCTION = """
 import asyncio, logging, os, sys, threading, time

@@ -16,9 +16,9 @@ from language_models import make_folder
 from llm_node import CONFIG, ORDINARY, ask, connected, deploy
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.holdings import STATE_S
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 PRICES = 'currency = "EUR"\ngpu_s = 1.0\ngpu_gib_s = 1.0\nhost_gib_s = 1.0\nprompt_tokens_1m = 1\n'

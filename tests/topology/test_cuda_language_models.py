@@ -30,7 +30,7 @@ from llm_node import (
 )
 from transformers import PreTrainedModel
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 __all__ = ["model"]
 

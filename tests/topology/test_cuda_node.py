@@ -17,10 +17,10 @@ import torch
 from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import gpus
 from dormouse.core.cli import doctor
 from dormouse.core.config import NodeConfig
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.nodefile import load_config
 
 FUNCTION = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.router.dashboard.watch import OF_ONE
 from dormouse.schemas.admin import Wish
 

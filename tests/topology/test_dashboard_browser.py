@@ -12,7 +12,7 @@ from browser import MISSING, Browser, running_browser
 from language_models import make_folder
 from llm_node import CONFIG, MESSAGES, deploy, generated, prompt_tokens
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from wheels import PackageIndex
 
-from dormouse.core.node.ports import reserved_port
+from benchmarks.nodes.ports import reserved_port
 
 pytestmark = pytest.mark.timeout(600)
 

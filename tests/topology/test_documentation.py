@@ -20,7 +20,7 @@ import torch
 from guides import GUIDES, ROOT, Reader, blocks, commands
 from PIL import Image
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 HELLO, MOOD = blocks("README.md", "python")
 (SECRET,) = blocks("docs/secrets.md", "python")

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from held_requests import FUNCTION, held
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import audit
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'
 

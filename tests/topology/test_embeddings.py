@@ -16,9 +16,9 @@ from llm_node import CONFIG, ask, client, connected, generated, prompt_tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import modelfolder
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client"]
 

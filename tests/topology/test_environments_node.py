@@ -17,9 +17,9 @@ import pytest
 from small_disk import node_on_small_disk
 from wheels import PackageIndex
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.sandbox.world import PLAIN_ZYGOTE
 
 pytestmark = pytest.mark.timeout(600)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from fast_paths import built
 
+from benchmarks.nodes.testnode import running_node
 from dormouse.core.native import RECORDER
-from dormouse.core.node.testing import running_node
 
 SOURCE = """
 import torch

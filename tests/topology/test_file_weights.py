@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 

@@ -1,6 +1,6 @@
 """Checkpoints and pinned batches on a real node: in the confinement, with the store, over leases."""
 
-from dormouse.core.node.testing import running_node
+from benchmarks.nodes.testnode import running_node
 
 FUNCTION = """
 import io

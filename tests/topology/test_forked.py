@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 WORDS = "Cannot re-initialize CUDA in forked subprocess"
 

@@ -22,7 +22,7 @@ from language_models import TEMPLATE, reference, tokenizer
 from llm_node import CONFIG, generated, prompt_tokens, runtimes
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 QUESTION: Final = "Tell me about the dormouse."
 CONTEXT: Final = 128

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core import audit
 from dormouse.core.errortext import gist
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.problems import troubles
 from dormouse.schemas.admin import Wish
 

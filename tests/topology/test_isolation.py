@@ -9,7 +9,7 @@ from typing import Final
 import needs
 import pytest
 
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 
 COUNT: Final = 20_000  # elements of a secret, as in the trial that found it
 

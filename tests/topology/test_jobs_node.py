@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'

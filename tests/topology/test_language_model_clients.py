@@ -22,7 +22,7 @@ from llm_node import CONFIG, GREEDY, ask, deploy, generated, model, prompt_token
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 __all__ = ["model"]
 

@@ -17,10 +17,10 @@ from llm_node import CONFIG, MESSAGES, ask, client, connected, generated, prompt
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import modelfolder
 from dormouse.core.cli import main as cli
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client"]
 

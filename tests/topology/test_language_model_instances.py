@@ -12,6 +12,7 @@ import pytest
 from language_models import make_folder
 from llm_node import CONFIG, ask, connected, deploy, expected, runtimes
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
 from dormouse.controller.simulator.devices import ModelSpec
@@ -20,7 +21,6 @@ from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.topology import Topology
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import Policy
 
 CLIENTS = 12

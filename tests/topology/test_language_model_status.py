@@ -17,7 +17,7 @@ from language_models import make_folder
 from llm_node import CONFIG, GREEDY, MESSAGES, client, connected, deploy, generated, model, prompt_tokens, runtimes
 from transformers import PreTrainedModel
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.terminal import harmless
 
 __all__ = ["client", "model"]

@@ -16,7 +16,7 @@ from language_models import TEMPLATE, make_folder, tokenizer
 from llm_node import CONFIG, MESSAGES, client, deploy, expected, only_runtime, runtimes, streaming
 from llm_node import rest as rest_of
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 __all__ = ["client"]
 

@@ -36,10 +36,10 @@ from llm_node import (
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import procfs
 from dormouse.core.decisions.leases.reclaim import REST_S
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client", "model"]
 

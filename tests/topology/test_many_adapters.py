@@ -13,8 +13,8 @@ from adapter_folders import base_model, save_adapter
 from language_models import make_folder
 from llm_node import ask, client, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import modelfolder
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from inference_wire import Reply, Sender
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)

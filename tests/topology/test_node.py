@@ -22,9 +22,9 @@ from guides import Reader, blocks, commands
 from msgspec.structs import asdict
 from wheels import PackageIndex
 
+from benchmarks.nodes.ports import reserved_port
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.adminclient import AdminClient
-from dormouse.core.node.ports import reserved_port
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import DEFAULT
 
 COLD = True  # as users start a node

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas.numerics import SETTINGS
 
 OPERATOR: Final = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from inference_wire import ANYTHING, JSON_LENGTH, SIGNED, Sender, binary, described, outputs, texts
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 

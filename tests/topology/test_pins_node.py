@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 FUNCTION = """

@@ -6,7 +6,7 @@ from pathlib import Path
 from language_models import make_folder
 from llm_node import CONFIG, ORDINARY, ask, connected, deploy, expected
 
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 
 SLOW = """
 import time, torch

@@ -11,7 +11,7 @@ import pytest
 from language_models import make_folder
 from llm_node import ORDINARY, ask, connected, deploy, expected, runtimes
 
-from dormouse.core.node.testing import running_node
+from benchmarks.nodes.testnode import running_node
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.controller.recording import Recording
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.topology import Topology
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import Policy
 
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\n[record]\npath = "events"\n'

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.controller.recording import Recording
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 CONFIG = '[gpu]\ncount = 2\nmemory = "24MiB"\nlink = "400MB"\npoison = true\n[record]\npath = "events"\n'

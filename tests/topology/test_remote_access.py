@@ -22,9 +22,9 @@ from guides import Reader, commands
 from language_models import make_folder
 from msgspec import structs
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, kept_running
 from dormouse.core.cli import doctor
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.core.nodefile import load_config
 from dormouse.router.admin import logtails
 from dormouse.schemas.admin import Wish

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 WIDTH: Final = 512
 LAYERS: Final = 4

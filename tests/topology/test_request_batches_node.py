@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.logrecords import having
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 FUNCTION = """
 import os, time

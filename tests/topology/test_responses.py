@@ -10,7 +10,7 @@ from language_models import make_folder, tokenizer
 from llm_node import CONFIG, connected, deploy, generated
 from transformers import PreTrainedModel
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 TEMPLATE: Final = (
     "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}<tool_call>{% endif %}"

@@ -12,8 +12,8 @@ from pathlib import Path
 import needs
 import pytest
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core import procfs
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox import seccomp
 from dormouse.core.sandbox.cgroups import folder_name
 

@@ -12,9 +12,9 @@ import pytest
 from guides import Reader, commands
 from small_disk import fill, node_on_small_disk
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.core import procfs
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running, running_node
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(240)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.nodes.testnode import running_node
 from dormouse.core import procfs
-from dormouse.core.node.testing import running_node
 
 COLD = True  # this is about environments
 VARIABLES = (b"NOTIFY_SOCKET", b"WATCHDOG_USEC", b"WATCHDOG_PID")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from guides import Reader, commands
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 PROGRAM = """
     import sys, threading, time, torch

@@ -14,8 +14,8 @@ from language_models import make_folder
 from llm_node import CONFIG, ask, client, connected, deploy, expected, rest, runtimes, sandboxed, streaming, talk
 from transformers import PreTrainedModel
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 __all__ = ["client"]
 

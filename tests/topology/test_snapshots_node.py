@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from benchmarks.nodes.testnode import TestNode, kept_running
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node.testing import TestNode, kept_running
 from dormouse.core.paths import BLOBS
 from dormouse.schemas import admin as a
 

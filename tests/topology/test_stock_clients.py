@@ -17,7 +17,7 @@ import pytest
 from inference_wire import ANYTHING, SIGNED
 from needs import CURL
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas.admin import Wish
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.schemas import messages as m
 
 FUNCTION: Final = """

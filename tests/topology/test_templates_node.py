@@ -8,8 +8,8 @@ import pytest
 import torch
 from fast_paths import built
 
+from benchmarks.nodes.testnode import running_node
 from dormouse.core.native import RECORDER
-from dormouse.core.node.testing import running_node
 
 SOURCE = """
 import torch, transformers

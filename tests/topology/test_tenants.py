@@ -10,8 +10,8 @@ import pytest
 from language_models import make_folder
 from llm_node import CONFIG, ORDINARY, ask, connected, deploy
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import TestNode, running_node
 
 TENANTS = """
 [tenants.lab]

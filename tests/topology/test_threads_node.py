@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 FUNCTION = """
     import threading, torch

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from otlp_collector import Collector, collecting
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(360)
 

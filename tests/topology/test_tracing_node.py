@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nodes.testnode import HttpAnswer, TestNode, running_node
 from dormouse.core.logrecords import having
 from dormouse.core.node.refusals import CallRefused
-from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 FUNCTION = """
 import logging, sys

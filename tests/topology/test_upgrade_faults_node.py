@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 from held_requests import FUNCTION, held
 
+from benchmarks.nodes.orphans import OrphanProcess
+from benchmarks.nodes.testnode import TestNode, kept_running, running_node
 from dormouse.core import procfs, wayback
 from dormouse.core.node import nodeprocess
-from dormouse.core.node.orphans import OrphanProcess
-from dormouse.core.node.testing import TestNode, kept_running, running_node
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ProcessFailed
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.nodes.testnode import TestNode, running_node
 from benchmarks.upgrade import loaded, source
 from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import nodeprocess
-from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.paths import RunPaths
 from dormouse.core.startup import read_node_config
 from dormouse.schemas.errors import ConfigError, ProcessFailed

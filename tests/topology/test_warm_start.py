@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from warm_start import AT_START, POPEN, TITLE, ZYGOTE, WarmPopen
 
+from benchmarks.nodes.testnode import running_node
 from dormouse.core import procfs
-from dormouse.core.node.testing import running_node
 
 START = (sys.executable, "-P", "-m")
 CONFIG = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\n'

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from worlds_rig import WAIT_S, make_second_python, second_world
 
-from dormouse.core.node.testing import TestNode, running_node
+from benchmarks.nodes.testnode import TestNode, running_node
 from dormouse.core.sandbox.world import World
 
 COLD = True  # as in test_worlds.py

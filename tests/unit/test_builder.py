@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.core.node.ports import reserved_port
+from benchmarks.nodes.ports import reserved_port
 from dormouse.core.sandbox.builder import BuildFailed, _locked, _Pip, wanting
 from dormouse.schemas.messages import BuildOrder
 

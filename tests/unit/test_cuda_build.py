@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_cuda.build import NoCompiler, compiler
 
-from dormouse.core.node.testing import running_node
+from benchmarks.nodes.testnode import running_node
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch for CUDA: make test-cuda-build"),

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from benchmarks.nodes.orphans import OrphanProcess, signal_process
+from benchmarks.nodes.ports import reserved_port
 from dormouse.core import procfs
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import nodeprocess
 from dormouse.core.node.adminclient import AdminClient
-from dormouse.core.node.orphans import OrphanProcess, signal_process
-from dormouse.core.node.ports import reserved_port
 from dormouse.core.node.refusals import CallRefused, Unreachable
 
 START_S: Final = 180.0

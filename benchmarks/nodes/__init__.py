@@ -1,0 +1,1 @@
+"""Real nodes, for tests, benchmarks and examples."""
