@@ -60,7 +60,8 @@ def test_what_is_skipped_is_noted_once_by_however_many_processes(tmp_path: Path)
     (tmp_path / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
     (tmp_path / "test_a.py").write_text(SKIPPING)
     (tmp_path / "test_b.py").write_text(MODULE)
-    environment = os.environ | {"DORMOUSE_SKIPPED": str(tmp_path / "skipped"), "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join((str(ROOT / "tests"), str(ROOT)))
+    environment = os.environ | {"DORMOUSE_SKIPPED": str(tmp_path / "skipped"), "PYTHONPATH": path}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
