@@ -10,17 +10,18 @@ request's; and if a whole batch fails, each of its requests is tried alone.
 import math
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
 
 from dormouse.client_shim.instance import context, report
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
-from dormouse.client_shim.instance.hints import AskedRequest, EncodedAnswer
+from dormouse.client_shim.instance.hints import AskedRequest, EncodedAnswer, Hints
+from dormouse.client_shim.instance.user_function import UserFunction
+from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.node.router_port import LeaseRefusal
+from dormouse.client_shim.stream.stream import Stream
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
-
-if TYPE_CHECKING:
-    from dormouse.client_shim.instance.runner import Runner
 
 NOBODY: Final = "nobody_waits"
 """The scheduler's word when all who waited for a batch have left before it began."""
@@ -40,6 +41,22 @@ class FailedRequest(NamedTuple):
 Outcome = EncodedAnswer | FailedRequest
 
 
+class LoadedFunction(Protocol):
+    """What serves requests of a function that has loaded (runner.py)."""
+
+    backend: NodeBackend
+    stream: Stream
+    function: UserFunction
+    state: Any
+    hints: Hints
+
+    def call(self, code: Callable[..., Any], *arguments: Any) -> Any:
+        """Code of the function, whatever kind it is."""
+        ...
+
+    def failure(self, error: BaseException, where: str) -> FailedRequest: ...
+
+
 def said(request: int, outcome: Outcome) -> m.Returned | m.Raised:
     """To the router, in one message."""
     if isinstance(outcome, FailedRequest):
@@ -52,7 +69,7 @@ def said(request: int, outcome: Outcome) -> m.Returned | m.Raised:
 class Batches:
     """Of one instance, whose function has loaded."""
 
-    def __init__(self, runner: "Runner") -> None:
+    def __init__(self, runner: LoadedFunction) -> None:
         self._runner = runner
         self._router, self._stream = runner.backend.router, runner.stream
         self._waiting: deque[m.Run] = deque()

@@ -20,17 +20,14 @@ from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dormouse.client_shim.instance import context, report
-from dormouse.client_shim.instance.batches import FailedRequest, Outcome, said
+from dormouse.client_shim.instance.batches import FailedRequest, LoadedFunction, Outcome, said
 from dormouse.client_shim.instance.codec import BadResponse
 from dormouse.client_shim.instance.handler import leave
 from dormouse.client_shim.instance.hints import EncodedAnswer
 from dormouse.schemas import messages as m
-
-if TYPE_CHECKING:
-    from dormouse.client_shim.instance.runner import Runner
 
 LEASE_S: Final = 0.25
 """A quarter of the deadline that functions have unless they say otherwise."""
@@ -71,7 +68,7 @@ class CoroutineTurn(Coroutine[Any, Any, Any]):
 class Concurrent:
     """The requests of one instance, of a function that has loaded."""
 
-    def __init__(self, runner: "Runner") -> None:
+    def __init__(self, runner: LoadedFunction) -> None:
         self._runner = runner
         self._router, self._stream = runner.backend.router, runner.stream
         self._pid = os.getpid()

@@ -2,18 +2,21 @@
 
 import socket
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dormouse.core.links import zmtp
 from dormouse.core.links.sockets import received, sent
 from dormouse.schemas.errors import RemoteProtocolError
 
-if TYPE_CHECKING:
-    from dormouse.core.links.link import RawLink
+
+class Lender(Protocol):
+    """The link that the connection is of."""
+
+    def take_back(self, loan: "Loan") -> None: ...
 
 
 class Loan:
-    """That thread alone uses it, and waits for messages itself. It ends with :meth:`RawLink.take_back`, on the loop's
+    """That thread alone uses it, and waits for messages itself. It ends with :meth:`Lender.take_back`, on the loop's
     thread.
 
     Attributes:
@@ -22,7 +25,7 @@ class Loan:
         trouble: why nothing more can be read; the peer's end is seen by the loop, which reads it again.
     """
 
-    def __init__(self, link: "RawLink", peer: socket.socket, reader: zmtp.Reader) -> None:
+    def __init__(self, link: Lender, peer: socket.socket, reader: zmtp.Reader) -> None:
         self.link = link
         self.heard: deque[bytes] = deque()
         self.unsent = b""

@@ -22,7 +22,7 @@ from dormouse.core.node.legacies import Legacies
 from dormouse.core.node.roles import ON_DEMAND, kind
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
-from dormouse.core.sandbox.world import dormant_worlds, worlds
+from dormouse.core.sandbox.worlds import dormant_worlds, worlds
 from dormouse.core.startup import read_drained_gpus
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed

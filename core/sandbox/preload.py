@@ -22,7 +22,8 @@ import msgspec
 from dormouse.core.config import NodeConfig
 from dormouse.core.sandbox import linux
 from dormouse.core.sandbox.warming import LONGEST_S, START_ANEW, STUCK_S, Warming
-from dormouse.core.sandbox.world import FUNCTIONS, ZYGOTE, World, worlds
+from dormouse.core.sandbox.world import FUNCTIONS, ZYGOTE, World
+from dormouse.core.sandbox.worlds import worlds
 from dormouse.core.torchbuild import mismatches
 from dormouse.schemas.errors import ProcessFailed
 

@@ -3,14 +3,9 @@
 A node has one zygote for each world. The router asks the zygote of the world of functions for instances.
 """
 
-import sys
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import structs
-
-if TYPE_CHECKING:
-    from dormouse.core.config import NodeConfig
 
 FUNCTIONS: Final = "functions"
 ZYGOTE: Final = "zygote"
@@ -43,28 +38,3 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Every module without which the world is none."""
         functions = [name.partition(":")[0] for name in (self.entry, self.prepare) if name]
         return tuple(dict.fromkeys([*self.modules, *functions]))
-
-
-_PREPARE: Final = {"on": "prepare", "off": "prepare_unfollowed", "check": "prepare_checked"}
-"""By ``[gpu] templates``."""
-
-
-def worlds(config: "NodeConfig") -> dict[str, World]:
-    """The worlds of a node, by the roles of their zygotes; the world of functions first."""
-    prepare = _PREPARE[config.gpu.templates] if config.gpu.fast_path else "prepare_python"
-    functions = World(
-        name=FUNCTIONS,
-        python=config.sandbox.python or sys.executable,
-        modules=("dormouse.client_shim.instance.warm",),
-        libraries=config.sandbox.warm,
-        prepare=f"dormouse.client_shim.torch_face.install:{prepare}",
-        entry="dormouse.client_shim.instance.runner:run_instance",
-    )
-    return {world.role: world for world in (functions, *config.start.worlds)}
-
-
-def dormant_worlds(config: "NodeConfig") -> dict[str, World]:
-    """The same of those whose zygotes are started when they are wanted, and end when they are not."""
-    functions = worlds(config)[ZYGOTE]
-    plain = structs.replace(functions, name=PLAIN, libraries=())
-    return {plain.role: plain}

@@ -31,7 +31,8 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.forkserver import ForkedInstance, ForkRefused, ForkServer
 from dormouse.core.sandbox.warming import Warming
-from dormouse.core.sandbox.world import World, dormant_worlds, worlds
+from dormouse.core.sandbox.world import World
+from dormouse.core.sandbox.worlds import dormant_worlds, worlds
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError

@@ -1,6 +1,7 @@
 """Is everything that is in the tree also in the wheel, under one name? See CONTRIBUTING.md, "One namespace"."""
 
 import ast
+import graphlib
 import importlib
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -167,3 +169,29 @@ def test_each_page_of_the_design_begins_with_a_picture_and_is_linked() -> None:
     pages = [ROOT / "docs" / "design.md", *(ROOT / "docs" / "design").glob("*.md")]
     assert [page.name for page in pages if not re.match(r"# .+\n\n```\n", page.read_text())] == []
     assert set(re.findall(r"\]\(design/(\w+\.md)\)", index)) == {page.name for page in pages[1:]}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """All names that a module imports, for types too: a module, or a name in one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """But for the simulator's engine, which is to run what decides instead."""
+    modules = {
+        f"{package}.{path.stem}".removesuffix(".__init__"): path
+        for package, folder in PACKAGES.items()
+        for path in (ROOT / folder).glob("*.py")
+    }
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports(path)} & modules.keys()
+        for module, path in modules.items()
+        if not module.startswith("dormouse.controller.simulator.")
+    }
+    assert len(graph) > 600
+    sorter = graphlib.TopologicalSorter({module: others - {module} for module, others in graph.items()})
+    sorter.prepare()  # raises CycleError

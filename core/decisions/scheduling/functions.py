@@ -4,14 +4,26 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log, log2
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
-from dormouse.core.batching import RequestBatches
+from dormouse.core.batching import BatchRequests, RequestBatches
 from dormouse.core.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
 
-if TYPE_CHECKING:
-    from dormouse.core.decisions.scheduling.state import Waiting
+
+class EndedWait(Protocol):
+    """A request, or a batch of them, whose lease or wish for one is over: see `state.Waiting`."""
+
+    request: int
+    arrived_s: float
+    counts: bool
+    batch: BatchRequests | None
+    size: int
+    failures: int
+    failed: bool
+
+    @property
+    def own_deadline_s(self) -> float: ...
 
 
 SMOOTHING: Final = 0.2
@@ -239,7 +251,7 @@ class Function:
         """
         return (log2(self._count) if self._count > 0.0 else -64.0) + self._age_s / self.half_life_s
 
-    def settled(self, waiting: "Waiting", late: bool, now_s: float, hindered_s: float) -> None:
+    def settled(self, waiting: EndedWait, late: bool, now_s: float, hindered_s: float) -> None:
         """A lease, or the wish for one, is over. ``hindered_s``: how long other requests have kept it waiting."""
         if not waiting.counts:
             return
@@ -250,7 +262,7 @@ class Function:
             self._settled(waiting, waiting.own_deadline_s, late, waiting.failed, now_s, hindered_s)
 
     def _settled(
-        self, waiting: "Waiting", deadline_s: float, late: bool, failed: bool, now_s: float, hindered_s: float
+        self, waiting: EndedWait, deadline_s: float, late: bool, failed: bool, now_s: float, hindered_s: float
     ) -> None:
         """One request."""
         hindered = late and hindered_s >= now_s - deadline_s
