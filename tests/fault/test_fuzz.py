@@ -1,6 +1,6 @@
 """Broken frames of real programs against a real executor: it lives, and a healthy neighbour's answers stay right.
 
-The same, longer, is `python -m benchmarks.fuzz`; `scripts/weaken` shows that it sees what it guards.
+The same, longer, is `python -m benchmarks.fuzz`.
 """
 
 import warnings
