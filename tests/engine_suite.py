@@ -22,6 +22,7 @@ ELSEWHERE: Final = {
     "test_a_peer_that_dies_or_cannot_be_read_is_passed_over",
     "test_what_a_peer_reads_stays_until_it_is_let_go",
     "test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing",  # activations that share the pool
+    "test_captured_memory_makes_room_before_an_idle_model_goes",
     "test_a_value_comes_down_from_a_gpu_that_weights_fill",
 }
 """What only an emulated GPU can do."""

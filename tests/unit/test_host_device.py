@@ -241,7 +241,7 @@ def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> N
     thread.join()
     assert len(raised) == 1
     assert "out of memory" in raised[0]
-    assert "gpu.memory" in raised[0]
+    assert "[gpu] memory" in raised[0]
     torch.empty(32 * MIB, dtype=torch.uint8)  # this thread never asked to be limited
 
 
