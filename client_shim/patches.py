@@ -1,14 +1,14 @@
-"""Every attribute of PyTorch that the shim replaces is replaced through here, so that it is known what was there and
-a test can leave the world. Also what many are replaced by."""
+"""Replaces attributes of PyTorch for the whole shim and remembers the originals, so that a test can restore them. Also
+has common replacements."""
 
 from typing import Any, NoReturn
 
 _MISSING: Any = object()
-_replaced: list[tuple[Any, str, Any]] = []  # (owner, name, what was there), oldest first
+_replaced: list[tuple[Any, str, Any]] = []  # (owner, name, original), oldest first
 
 
 def patch(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute and remember what it was."""
+    """Set an attribute and remember its old value."""
     _replaced.append((owner, name, vars(owner).get(name, _MISSING)))
     setattr(owner, name, value)
 

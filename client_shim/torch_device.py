@@ -1,4 +1,4 @@
-"""`cuda` in a process without CUDA, as far as it is private to PyTorch: the device guard, and the type of devices."""
+"""Private PyTorch API for `cuda` in a process without CUDA: the device guard, and the type of devices."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ import torch
 from dormouse.client_shim.torch_private import UnsupportedTorch
 
 NO_ACCELERATOR: Final = ("Cannot access accelerator device", "hasPrimaryContext expects a valid device index")
-"""What is in the complaint of autograd's engine when it meets a CUDA node in a process without CUDA."""
+"""A part of the error of autograd's engine when it meets a CUDA node in a process without CUDA."""
 
 _CUDA_SLOT: Final = 1
 _GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
@@ -22,14 +22,14 @@ _GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
 _LAZY_SLOT: Final = 17
 
 _TP_NEW: Final = 39 * ctypes.sizeof(ctypes.c_void_p)
-"""Where a type object of CPython has `tp_new`: documented, and the same since 3.4."""
+"""The offset of `tp_new` in a type object of CPython: documented, and the same since 3.4."""
 
 _C: Any = torch._C
 
 
 def hide_gpus() -> None:
-    """From CUDA in this process, should anything ever initialise it: what executors drive is not its business, and a
-    process that has initialised CUDA cannot be forked.
+    """From CUDA in this process, should anything ever initialise it: the GPUs are the executors', and a process that
+    has initialised CUDA cannot be forked.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -51,7 +51,7 @@ def install_device_guard() -> None:
 
 
 class Devices:
-    """What becomes of the arguments of `torch.device(...)`."""
+    """Translates the arguments of `torch.device(...)`."""
 
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = staticmethod(lambda args: args)
 

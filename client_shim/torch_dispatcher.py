@@ -1,4 +1,4 @@
-"""PyTorch's dispatcher, as far as it is private: schemas, kernels on dispatch keys, and guards that leave keys out."""
+"""Private API of PyTorch's dispatcher: schemas, kernels on dispatch keys, and guards that leave keys out."""
 
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
-"""Private PyTorch API that the shim stands on, behind names of our own: of tensors, storages and settings here, of the
-dispatcher and of devices in `torch_dispatcher` and `torch_device`. The self-test at install refuses a torch that this
-was not written for.
+"""Private PyTorch API that the shim relies on, behind names of our own: for tensors, storages and settings here, for
+the dispatcher and for devices in `torch_dispatcher` and `torch_device`. The self-test at install refuses other versions
+of torch.
 
 Written for torch 2.11 to 2.13, their CPU wheels and those for CUDA. The latter have a device guard and kernels on the
 dispatch key that we need: where no argument is a tensor of ours, these are replaced.
@@ -24,7 +24,7 @@ from dormouse.schemas.numerics import SETTINGS, Setting
 SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
 
 BUILT_FOR_CUDA: Final = torch.version.cuda is not None
-"""Whatever programs are told of this later."""
+"""The original value: programs may see another one later."""
 
 _C: Any = torch._C
 _torch: Any = torch
@@ -111,7 +111,9 @@ def _watched(
 
 
 def keep_scripts_unfused() -> None:
-    """A torch for CUDA makes kernels of its own for what TorchScript has run a few times, and needs a driver for it."""
+    """A torch for CUDA makes kernels of its own for code that TorchScript has run a few times, and needs a driver for
+    it.
+    """
     _C._jit_override_can_fuse_on_gpu(False)
 
 
@@ -182,7 +184,7 @@ def watch_tensor_metadata(
 
 
 def reduce_tensor(tensor: torch.Tensor, state: dict[str, Any], kind: type) -> tuple[Any, tuple[Any, ...]]:
-    """What `torch.Tensor.__reduce_ex__` gives for a dense CUDA tensor of a class with attributes of its own."""
+    """The value of `torch.Tensor.__reduce_ex__` for a dense CUDA tensor of a class with attributes of its own."""
     utils = _torch._utils
     geometry: tuple[Any, ...] = (
         tensor.storage_offset(),
@@ -221,7 +223,7 @@ def swap(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def set_tensor_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Give a tensor object the sizes and strides of another (what `.data =` does below Python)."""
+    """Give a tensor object the sizes and strides of another, as `.data =` does below Python."""
     _data_slot.__set__(tensor, source)
 
 
@@ -231,7 +233,7 @@ def get_tensor_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """What PyTorch takes for the memory of a wrapper; which other tensor objects have it too is known in C++ only."""
+    """The address that PyTorch takes for a wrapper's memory; only C++ knows the other tensor objects that share it."""
     address: int = _C.TensorBase.untyped_storage(tensor)._cdata
     return address
 

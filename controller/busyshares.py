@@ -1,14 +1,16 @@
-"""Whose the time of each GPU was lately: pure. The executors' statements of GPU time, as they are metered, in slots."""
+"""Recent use of each GPU's time, by function: pure. Keeps the executors' statements of GPU time, as they are metered,
+in slots.
+"""
 
 from collections import Counter, deque
 from typing import Any, Final
 
 WINDOW_S: Final = 60
-"""What a person who looks at `dormouse top` means by now, and many statements of an executor."""
+"""Short enough for `dormouse top` to call it now, and long enough for many statements of an executor."""
 
 SLOT_S: Final = 1
 MAX: Final = 20
-"""Functions that are told one by one; there may be hundreds."""
+"""Functions that are reported one by one; there may be hundreds."""
 
 
 class BusyShares:
@@ -28,7 +30,7 @@ class BusyShares:
 
     def told(self, gpu: int, now_s: float) -> dict[str, Any]:
         """``share`` of the GPU's time in which it computed, and ``functions`` whose that was, those with most first;
-        of ``others`` how many there are is told. The share of several that compute at the same time may be above 1.
+        of ``others``, their number. The share of several that compute at the same time may be above 1.
         """
         slots, spent = self._slots.get(gpu, deque()), Counter[str]()
         self._thin(slots, now_s)

@@ -32,13 +32,13 @@ _SCHEMA: Final = (
 )
 
 BatchTimesKnown = tuple[tuple[int, float], ...]
-"""What a batch of so many requests takes, in seconds."""
+"""Seconds that a batch of so many requests takes."""
 
 _NOTE_IF_EMPTY: Final = ("INSERT OR IGNORE INTO emptied SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM functions)", ())
 
 
 class NotWritten(DormouseError):
-    """The disk takes nothing, and what was there is kept; the text says what to do. Worth a retry."""
+    """The disk takes nothing, and the content is kept; the text says what to do. Worth a retry."""
 
 
 class CatalogueFile:
@@ -51,7 +51,7 @@ class CatalogueFile:
         with opening(path, "a catalogue", SCHEMA_VERSION, way_on) as (self._db, new):
             names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins', 'traffic', 'batch_times'"
             missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
-            for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
+            for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve the existing functions
                 self._db.execute(statement)
             if new:
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -128,7 +128,7 @@ class CatalogueFile:
             raise NotWritten(f"{self._path} cannot be written: {error}; free space on its disk") from error
 
     def step_times(self) -> dict[str, StepTimes]:
-        """What steps of language models were learned to take, by function."""
+        """Learned times of language models' steps, by function."""
         rows = self._db.execute("SELECT name, times FROM step_times").fetchall()
         return {name: msgspec.msgpack.decode(times, type=StepTimes) for name, times in rows}
 
@@ -137,7 +137,7 @@ class CatalogueFile:
         self._keep_learned("step_times", times)
 
     def batch_times(self) -> dict[str, BatchTimesKnown]:
-        """What batches were learned to take, by function."""
+        """Learned times of batches, by function."""
         rows = self._db.execute("SELECT name, times FROM batch_times").fetchall()
         return {name: msgspec.msgpack.decode(times, type=BatchTimesKnown) for name, times in rows}
 
@@ -154,7 +154,7 @@ class CatalogueFile:
             raise NotWritten(f"{self._path} cannot be written: {error}; they are learned anew") from error
 
     def remove(self, name: str) -> None:
-        """Also on a full disk: who removes a function may do it because of that. Raises NotWritten."""
+        """Also on a full disk: that may be the reason for the removal. Raises NotWritten."""
         try:
             self._remove(name)
         except sqlite3.Error:

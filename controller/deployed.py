@@ -1,6 +1,6 @@
-"""Keeps in the catalogue what is deployed, removed, quarantined, pinned or given a share of requests, and answers
-whether that could be written: what is not written is not done. Which functions there are is the router's to say, and
-the scheduler hears of it here.
+"""Records deploys, removals, quarantines, pins and shares of requests in the catalogue, and reports whether they could
+be written: an unwritten change is not made. The router owns the list of functions, and the scheduler receives it from
+here.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --wit
 
 
 class DeployedFunctions:
-    """``without``: functions that are not started. ``perform`` has the scheduler hear an event, ``say`` is to the
+    """``without``: functions that are not started. ``perform`` passes an event to the scheduler, ``say`` is to the
     router, and ``changed`` is called when other functions are deployed than before.
     """
 
@@ -36,7 +36,7 @@ class DeployedFunctions:
         self._left_out = set(without)
 
     def restore(self) -> None:
-        """What the catalogue has, after a start."""
+        """Restore the catalogue's content after a start."""
         catalogue = self._catalogue
         steps, batches, pins = catalogue.step_times(), catalogue.batch_times(), catalogue.pins()
         for spec in catalogue.functions():

@@ -1,5 +1,5 @@
-"""Which GPUs somebody has drained, kept where the next controller and the supervisor find it, and who waits until one
-is given up. What is done for it the scheduler decides (scheduling/leaving.py).
+"""GPUs that somebody has drained, kept where the next controller and the supervisor find them, and the queries that
+wait until one is released. The scheduler decides what is done for them (scheduling/leaving.py).
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from dormouse.core.startup import keep_drained_gpus, read_drained_gpus
 from dormouse.schemas import messages as m
 
 MAX: Final = 64
-"""Who wait at once; who asked first is told how far it is."""
+"""Queries that wait at once; beyond that, the oldest is answered with its progress."""
 
 
 class DrainedGpus:
-    """``perform`` has the scheduler hear an event, ``say`` the router."""
+    """``perform`` passes an event to the scheduler, ``say`` a message to the router."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DrainedGpus:
         self._waiting: list[tuple[int, int]] = []  # (query, GPU), oldest first
 
     def restore(self) -> list[int]:
-        """What was drained before this process began, of the GPUs that there are; returns the others."""
+        """Restore the GPUs drained before this process began, of those that there are; returns the others."""
         drained = tuple(number for number in read_drained_gpus(self._run) if number < self._count)
         if drained:
             self._perform(ev.DrainChosen(drained))
@@ -68,7 +68,7 @@ class DrainedGpus:
             self._answer(*self._waiting[0])
 
     def look(self) -> None:
-        """The scheduler has heard something: a GPU may be given up."""
+        """The scheduler has received an event: a GPU may be released."""
         for query, number in [each for each in self._waiting if state(self._scheduler, each[1]) != "drains"]:
             self._answer(query, number)
 

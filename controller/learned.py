@@ -1,5 +1,5 @@
-"""What runtimes tell of themselves, for the scheduler: on which GPU they have a process, and what their steps take.
-That goes to the catalogue, too, now and then, and so does what the scheduler has learned of batches of requests.
+"""Reports of runtimes, for the scheduler: the GPUs on which they have a process, and the times of their steps. The
+times go to the catalogue too, now and then, as do those of batches of requests that the scheduler has learned.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ class RuntimeNews:
         self._scheduler, self._log = scheduler, log
         self._unkept: dict[str, m.StepTimes] = {}  # by function
         self._kept_s = self._looked_s = float("-inf")
-        self._kept_batches: dict[str, dict[int, float]] = {}  # by function: what the catalogue has
+        self._kept_batches: dict[str, dict[int, float]] = {}  # by function: the times that the catalogue has
 
     def heard(self, gpu: int, told: m.RuntimeLoad | m.Trouble, there: Iterable[m.RuntimeLoad]) -> list[ev.Event]:
-        """What is news of that. ``there`` are all of this GPU."""
+        """Events for what is new in it. ``there`` are all of this GPU."""
         known = self._scheduler.gpus.get(gpu)
         if known is None or isinstance(told, m.Trouble):
             return []

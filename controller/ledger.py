@@ -1,8 +1,8 @@
-"""What functions have used, over time: pure. Bounded in memory however long a node runs.
+"""Usage of functions over time: pure. Bounded in memory however long a node runs.
 
-Of each account, a function of a tenant, the ledger has the total, and *marks*: what the total was when a minute began
-in which something was added. So what was used since some minute is a difference, and to forget marks loses nothing of
-a total, only how finely one may ask: by minutes for two hours, by hours for two days, by days for a month.
+Of each account, a function of a tenant, the ledger has the total, and *marks*: the total when a minute began in which
+something was added. So usage since some minute is a difference, and to forget marks loses nothing of a total, only the
+resolution of queries: by minutes for two hours, by hours for two days, by days for a month.
 """
 
 from bisect import bisect_left
@@ -117,7 +117,7 @@ class Ledger:
         self.changed[account] = None
 
     def restore(self, account: Account, books: Books) -> None:
-        """As it was written down; what was used since comes on top."""
+        """As it was written down; later usage is added."""
         if (since := self.books.get(account)) is not None:
             marks = [(minute, books.total.plus(used)) for minute, used in since.marks if minute > books.last]
             books = Books(books.total.plus(since.total), [*books.marks, *marks])
@@ -153,7 +153,7 @@ class Ledger:
             self.closed.append(oldest)
 
     def since(self, since_s: float, now_s: float) -> tuple[int, Mapping[Account, Used]]:
-        """What each account has used, and since when that is, in seconds: what was asked for, or somewhat earlier."""
+        """Usage of each account, and the time in seconds since when: the one asked for, or somewhat earlier."""
         now = max(self._now, int(now_s) // MINUTE_S)
         minute = aligned(min(now, max(0, int(since_s) // MINUTE_S)), now)
         found = {account: books.since(minute) for account, books in self.books.items()}

@@ -75,7 +75,7 @@ class Controller(Actor):
 
     async def start(self) -> None:
         self._catalogue = CatalogueFile(self.state.catalogue)
-        if self.epoch == 1:  # before anybody is told what is deployed: the store removes what is not
+        if self.epoch == 1:  # before others learn what is deployed: the store removes the rest
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
@@ -91,7 +91,7 @@ class Controller(Actor):
         self._deployed.restore()
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
-        for gpu in self._drained.restore():  # whoever was here before may not have come to say so
+        for gpu in self._drained.restore():  # the process before may not have reported it
             self.supervisor.send(m.WantRole(role=f"gpu{gpu}"))
         self._choose_pool()
         self._usage.open(self.state.usage)
@@ -142,7 +142,7 @@ class Controller(Actor):
         self._tell_kept()
 
     def _choose_pool(self) -> None:
-        """What functions there are, or executors, is new."""
+        """The functions have changed, or the executors."""
         functions = self.catalogue.functions()
         self._usage.deployed(functions)
         self.config = pools.chosen(self.config, functions, self.state.language_models, self.log)
@@ -279,7 +279,7 @@ class Controller(Actor):
     # --- status
 
     def _asked_status(self, query: int) -> None:
-        """The store's part takes a message there and back; without a store, or in time, the rest is said alone."""
+        """The store's part takes a message there and back; without a store, or in time, the rest is sent alone."""
         self._over_share.look(self.scheduler.shares, self.loop.time())
         number = self._queries.asked(query, self.loop.time()) if self._links.has_store else None
         if number is None:

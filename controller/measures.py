@@ -1,4 +1,4 @@
-"""What the controller has counted, as `/metrics` has it: pure. One pass over functions and GPUs, no sorting."""
+"""Counts of the controller for `/metrics`: pure. One pass over functions and GPUs, no sorting."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""From what executors, the store and the router state to what each function has used: pure.
+"""Metering: turns statements of executors, the store and the router into the usage of each function. Pure.
 
 Bytes that several hold together are split among them by how much each has used them; of host memory, by the time that
 they had seats on GPUs. The parts of each statement add up to it, to the byte-millisecond.
@@ -13,7 +13,7 @@ from dormouse.core.holdings import split
 from dormouse.schemas import messages as m
 
 NOBODY: Final = Account("", "")
-"""What nobody has asked for, or whose owner nobody knows any more."""
+"""Usage that nobody has asked for, or whose owner is no longer known."""
 
 SESSIONS: Final = "(dormouse run)"
 """The name of an account of programs without a function."""
@@ -25,7 +25,7 @@ KINDS: Final = frozenset({"weights", "kv", "activations", "host"})
 
 
 class Metering:
-    """``adapted`` tells whether a function is an adapter over a base."""
+    """``adapted`` returns whether a function is an adapter over a base."""
 
     def __init__(self, ledger: Ledger, adapted: Callable[[str], bool]) -> None:
         self.ledger = ledger
@@ -51,7 +51,7 @@ class Metering:
                 self._gone.popitem(last=False)
 
     def deployed(self, functions: Iterable[tuple[str, str]]) -> None:
-        """``(function, tenant)`` of all that are; what others had is forgotten when their instances are."""
+        """``(function, tenant)`` of all that are; usage of others is forgotten when their instances are."""
         living = {account.function: account.tenant for account in self._accounts.values()}
         self._tenants = living | dict(functions)
 
@@ -63,7 +63,7 @@ class Metering:
         tenant = self._tenants.get(owner)
         return NOBODY if tenant is None else Account(tenant, owner)
 
-    # --- what was used
+    # --- usage
 
     def gpu(self, stated: m.Metered, now_s: float) -> Mapping[str, int]:
         """Returns the tokens that were computed, by tenant."""

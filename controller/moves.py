@@ -1,8 +1,8 @@
-"""Models that somebody wants moved, and waits for: pure. Each is answered once, or, when what it waits for dies, not at
-all: who waits has a time of its own.
+"""Pending moves of models that callers wait for: pure. Each is answered once, or, when the process that it waits for
+dies, not at all: the caller has a time limit of its own.
 
-To a GPU it is the scheduler that brings it. Down from there it goes in two steps: each GPU on which it is drops what
-nobody else has or uses, then, if it is to leave host memory too, the store does.
+The scheduler brings a model to a GPU. Down from there it goes in two steps: each GPU on which it is drops the parts
+that nobody else has or uses, then, if it is to leave host memory too, the store does.
 """
 
 from collections import OrderedDict
@@ -20,12 +20,12 @@ AWAY_S: Final = 600.0
 """So long nothing brings a model back that somebody had leave, but a request."""
 
 MAX: Final = 64
-"""Asked for at once; who asked first is answered no more."""
+"""Asked for at once; the oldest query is answered no more."""
 
 
 @dataclass(slots=True)
 class ModelLeaves:
-    """``gpus``: those that have yet to say that they have dropped it."""
+    """``gpus``: those that have yet to report that they have dropped it."""
 
     function: str
     instances: list[str]
@@ -42,7 +42,7 @@ class ModelMoves:
         self._leaving: OrderedDict[int, ModelLeaves] = OrderedDict()  # by query
 
     def bringing(self, now_s: float) -> Collection[str]:
-        """Functions whose model somebody waits for. Who has waited for too long does so no more."""
+        """Functions whose model somebody waits for. Waits that have lasted too long are dropped."""
         for query in [query for query, (_, until_s) in self._bringing.items() if until_s <= now_s]:
             del self._bringing[query]
         return {name for name, _ in self._bringing.values()}
@@ -53,7 +53,7 @@ class ModelMoves:
             self._bringing.popitem(last=False)
 
     def brought(self, function: str) -> list[int]:
-        """It is there, or will not come: those who are to be told."""
+        """It is there, or will not come: the queries to be answered."""
         queries = [query for query, (name, _) in self._bringing.items() if name == function]
         for query in queries:
             del self._bringing[query]

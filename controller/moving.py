@@ -1,5 +1,5 @@
-"""Has models moved that somebody wants elsewhere, and answers who waits. Which wait for what is known to moves.py; a
-model that is to come to a GPU is brought by the scheduler.
+"""Moves models on request, and answers the waiting queries. moves.py has the list of those; the scheduler brings a
+model that is to come to a GPU.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dormouse.schemas import messages as m
 
 
 class Moving:
-    """``perform`` has the scheduler hear an event; ``now`` is the clock."""
+    """``perform`` passes an event to the scheduler; ``now`` is the clock."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Moving:
             self.left_gpu(query, -1, 0)
 
     def look(self) -> None:
-        """The scheduler has heard something: a model may have come."""
+        """The scheduler has received an event: a model may have come."""
         for name in self._moves.bringing(self._now()):
             if self._scheduler.is_on_gpu(name):
                 self._answer(self._moves.brought(name), None)
@@ -55,7 +55,7 @@ class Moving:
         self._answer(self._moves.brought(name), moves.removed(name))
 
     def gpu_gone(self, gpu: int) -> None:
-        """Its executor is dead, and nothing is left of what it had."""
+        """Its executor is dead, and all of its memory is released."""
         for query in self._moves.waits_for(gpu):
             self.left_gpu(query, gpu, 0)
 

@@ -1,4 +1,4 @@
-"""What executors say for people alone, by GPU: troubles, and what runtimes of language models have to do."""
+"""Reports of executors that are for people alone, by GPU: troubles, and the load of language models' runtimes."""
 
 from collections import deque
 from typing import Final
@@ -9,7 +9,7 @@ MAX_TROUBLES: Final = 8
 
 
 class News:
-    """What is told since an executor came up."""
+    """Reports since an executor came up."""
 
     def __init__(self) -> None:
         self.troubles: dict[int, deque[str]] = {}  # by GPU, the newest

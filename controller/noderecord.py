@@ -1,5 +1,5 @@
-"""The recording of a node that runs: begun with its controller, written out every moment, and done without where it
-cannot be written.
+"""The recording of a node that runs: begun with its controller, written out every moment, and given up where it cannot
+be written.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class NodeRecord:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, path: Path, config: NodeConfig, first: bool) -> None:
-        """A node that starts (``first``) says what is wrong; one whose controller has died, or whose disk is full, goes
+        """A node that starts (``first``) reports the error; one whose controller has died, or whose disk is full, goes
         without. Raises ConfigError.
         """
 

@@ -1,6 +1,6 @@
-"""Removing functions without a node, for `dormouse rm`: on the state directory, under the lock that a node would have.
+"""Removes functions without a node, for `dormouse rm`: in the state directory, under the lock that a node would have.
 
-What their models leave in files goes when the next node starts, which keeps those of deployed functions only.
+The files of their models are removed when the next node starts, which keeps those of deployed functions only.
 """
 
 import os

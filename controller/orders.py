@@ -1,4 +1,6 @@
-"""What actions of the scheduler are to executors, and what they say of leases and preloads is to it: pure."""
+"""Translation between the scheduler and executors: its actions as messages to them, and their reports of leases and
+preloads as events. Pure.
+"""
 
 from typing import assert_never
 

@@ -1,4 +1,6 @@
-"""Which tenants are over their share of the GPUs' time: told to the router, which says so to who waits for too long."""
+"""Tenants over their share of the GPUs' time: reported to the router, which tells callers that have waited for too
+long.
+"""
 
 from collections.abc import Callable
 from typing import Final

@@ -1,5 +1,5 @@
 """The controller's links to router, store and executors: one to each process that there is, until another takes its
-place. Knows what may be said on them, and not why.
+place. Knows the messages that may be sent on them, and not their reasons.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ class ControllerPeers:
         self._store = ZmqLink(path, bind=True, incoming=m.StoreToController, on_message=heard)
 
     def open_gpu(self, gpu: int, epoch: int, heard: Callable[[int, int, m.ExecutorToController], None]) -> None:
-        """``heard`` is told the GPU and the epoch, too."""
+        """``heard`` receives the GPU and the epoch, too."""
         path = self._paths.link("controller", f"gpu{gpu}", epoch)
         link = Link[m.ExecutorToController, m.ControllerToExecutor](
             path, bind=True, incoming=m.ExecutorToController, on_message=lambda message: heard(gpu, epoch, message)
@@ -56,7 +56,7 @@ class ControllerPeers:
                 link.close()
 
     def to_router(self, message: m.ControllerToRouter) -> None:
-        """A router that comes later is told all that holds."""
+        """A router that comes later receives all that holds."""
         if self._router is not None:
             self._router.send(message)
 
@@ -65,7 +65,7 @@ class ControllerPeers:
             self._store.send(message)
 
     def to_gpu(self, gpu: int, message: m.ControllerToExecutor) -> None:
-        """An executor that does not read is as good as dead: its sentinel or its silence will say so."""
+        """An executor that does not read is as good as dead: its sentinel or its silence will show it."""
         if gpu in self._gpus:
             try:
                 self._gpus[gpu][1].send(message)

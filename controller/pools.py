@@ -1,8 +1,8 @@
-"""Which kind of pool executors have where the node file says "auto": ``pages`` from the first language model on.
+"""Choice of the executors' kind of pool where the node file says "auto": ``pages`` from the first language model on.
 
 Runtimes of language models can be kept apart in ``pages`` only, and on CUDA devices there is no other way for them to
-reach a pool at all. Before that it is ``regions``: nobody pays for mapping granules, or for their rounding, who does
-not need them. Executors read the configuration when they start, so one that has another pool is to be replaced.
+reach a pool at all. Before that it is ``regions``: mapping granules and their rounding have a price, and nobody
+needs them yet. Executors read the configuration when they start, so one that has another pool is to be replaced.
 """
 
 from collections.abc import Iterable, Mapping

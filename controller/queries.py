@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 WAIT_S: Final = 1.0
-"""A person waits for it, and a store that does not answer is what this person wants to be told of."""
+"""A person waits for it, and a store that does not answer is news for this person."""
 
 MAX_WAITING: Final = 64
 """More people do not ask within a second; a program that does gets the rest without the store's part."""

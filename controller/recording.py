@@ -1,4 +1,4 @@
-"""What the scheduler was told and what it answered, in a file: the writer that the controller has, and the reader.
+"""Recordings of the scheduler's events and actions, in files: the writer that the controller has, and the reader.
 
 A file is ``MAGIC``, a frame with a `Header`, then one frame for each event, in order: its time (seconds of the
 controller's monotonic clock), the event, the actions. A frame is the length of its body and the body's CRC-32 (both
@@ -40,13 +40,13 @@ MAGIC: Final = b"dormouse recording\n"
 FRAME: Final = struct.Struct("<II")
 
 MAX_FRAME_NBYTES: Final = 16 << 20
-"""Far above what one event can make the scheduler say: its actions are at most one for each request that waits."""
+"""Far above the scheduler's output for one event: its actions are at most one for each request that waits."""
 
 FLUSH_NBYTES: Final = 64 << 10
 """A write of this size costs the controller about 30 us, once in some hundred events."""
 
 FLUSH_S: Final = 1.0
-"""After which what was recorded is in the file; the controller's timer."""
+"""After which recorded events are in the file; the controller's timer."""
 
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -100,7 +100,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Made(msgspec.Struct):
-    """What every format's header says."""
+    """The part of the header that every format has."""
 
     format: int
     dormouse: str
@@ -116,7 +116,8 @@ class RecordedEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Recorder:
     """Writes a new file at ``path``; the recording that was there becomes ``path.1``. Stops for good at
-    ``limit_nbytes`` or when a write fails, and tells ``on_stop`` why, once; the file then ends with a whole frame.
+    ``limit_nbytes`` or when a write fails, and reports the reason to ``on_stop``, once; the file then ends with a
+    whole frame.
 
     Raises OSError if no file can be made, ConfigError if something else than a recording is in its place.
     """
@@ -159,7 +160,7 @@ class Recorder:
             self._stop(f"the file has reached record.limit, {size(self._limit_nbytes)}")
 
     def flush(self) -> None:
-        """Write what was recorded since the last time."""
+        """Write the events recorded since the last time."""
         if self._fd >= 0 and (error := self._write()) is not None:
             self._stop(error.strerror or str(error))
 

@@ -1,4 +1,4 @@
-"""`dormouse replay`: feeds a recording's events to a fresh scheduler and compares what it answers."""
+"""`dormouse replay`: feeds a recording's events to a fresh scheduler and compares its actions."""
 
 import sys
 from itertools import zip_longest
@@ -23,7 +23,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out. ``seconds`` lie between the first event and the last; ``cut_nbytes`` are at the end of a file
+    """The outcome. ``seconds`` lie between the first event and the last; ``cut_nbytes`` are at the end of a file
     whose writer was killed.
     """
 

@@ -1,4 +1,4 @@
-"""What the node's configuration and a deployed function are to the scheduling core, and what is answered when a
+"""Translation of the node's configuration and of deployed functions for the scheduling core, and the failure if a
 function cannot be kept: pure.
 """
 
@@ -16,7 +16,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, changed
 
 ALL: Final = 0.9999
-"""What 100 % of requests in time is taken for: a required request count needs some that may be late."""
+"""The share that stands for 100 % of requests in time: a required request count needs some that may be late."""
 
 
 def service_level(
@@ -92,7 +92,7 @@ def topology_of(config: NodeConfig) -> Topology:
 
 
 def damaged(text: str) -> m.Failure:
-    """``text``: what the store found."""
+    """``text``: the store's finding."""
     said = f"the function's stored model is damaged and is made anew by another load(); retry later ({text})"
     return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
 

@@ -1,4 +1,4 @@
-"""What `dormouse status` is told of GPUs, models and the store: pure. Sizes in bytes; keys stay as they are, because
+"""The part of `dormouse status` about GPUs, models and the store: pure. Sizes in bytes; keys stay as they are, because
 programs read them. Their meaning is in the command's help (core/cli/main.py).
 """
 
@@ -16,7 +16,7 @@ from dormouse.schemas import messages as m
 NO_STORE: Final = m.StoreStatus(
     host_nbytes=0, host_budget_nbytes=-1, file_nbytes=0, file_budget_nbytes=-1, segments=0, slabs=0, trouble=""
 )
-"""Before the store has said anything."""
+"""Before the store has reported anything."""
 
 
 NO_POOL: Final = m.PoolStats()
@@ -89,7 +89,7 @@ def _given_up(scheduler: Scheduler) -> dict[int, Gpu]:
 
 
 def state(scheduler: Scheduler, number: int) -> str:
-    """Of a GPU, as people are told."""
+    """Of a GPU, as shown to people."""
     if number not in scheduler.drained:
         return "serves" if number in scheduler.gpus else "missing"
     return "drains" if number in scheduler.gpus else "drained"
@@ -207,7 +207,7 @@ def _service(function: Function, now_s: float) -> dict[str, Any]:
 
 
 def _batches(function: Function) -> dict[str, Any]:
-    """What batches of so many requests take, if they come in such."""
+    """Times of batches of so many requests, if they come in batches."""
     if function.batches is None:
         return {}
     return {"batch_ms": {str(count): ms(took_s) for count, took_s in function.batches.times.known.items()}}
@@ -241,6 +241,6 @@ def _store(store: m.StoreStatus, answered: bool) -> dict[str, Any]:
 
 
 def _name(scheduler: Scheduler, instance: str) -> str:
-    """The function of an instance; what is no instance is a function's name already."""
+    """The function of an instance; any other name is a function's already."""
     model = scheduler.models.get(instance)
     return model.function.name if model is not None and model.function.name else instance

@@ -1,4 +1,4 @@
-"""Whether the supervisor lives, seen from its child. Owns a descriptor of its process."""
+"""Watches from a child whether the supervisor lives. Owns a descriptor of its process."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""What this node's functions have used: hears the statements, keeps the ledger and its file, answers who asks."""
+"""Usage of this node's functions: receives the statements, keeps the ledger and its file, answers queries."""
 
 import asyncio
 import math
@@ -24,8 +24,8 @@ NOBODYS: Final = "(nobody's)"
 
 
 class NodeUsage:
-    """``log`` is the process's. ``limited`` tenants may use so many tokens a second; the router is told (``tell``) of
-    those that they have. Until `open`, all is in memory alone.
+    """``log`` is the process's. ``limited`` tenants may use so many tokens a second; the router is notified
+    (``tell``) of those that they have. Until `open`, all is in memory alone.
     """
 
     def __init__(self, log: Any, limited: frozenset[str], tell: Callable[[m.TokensUsed], None]) -> None:
@@ -59,7 +59,7 @@ class NodeUsage:
         self._set_timer()
 
     def heard(self, message: m.RouterToController | m.HostMetered) -> None:
-        """Of the router, what it says of instances and requests counts."""
+        """Of the router, its statements of instances and requests count."""
         now_s = time.time()
         match message:
             case m.HostMetered():
@@ -73,8 +73,8 @@ class NodeUsage:
         self._set_timer()
 
     def totals(self) -> dict[str, Used]:
-        """What was used since the start of this process, by function that is deployed. What was restored does not
-        count: some of what the process before has told may be lost with it, and such a total could be less than before.
+        """Usage since the start of this process, by function that is deployed. Restored usage does not count: some of
+        what the process before has reported may be lost with it, and such a total could be less than before.
         """
         return {name: self._since_start(Account(tenant, name)) for name, tenant in self._tenants.items()}
 

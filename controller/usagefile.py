@@ -1,6 +1,6 @@
-"""The ledger in a file, so that it is there again after a restart: SQLite in the state directory, some accounts at a
-time. A file that is damaged is set aside: a node serves without knowing what was used. One that cannot be read or
-written for now, as on a full disk, is tried again with each batch, and loses nothing.
+"""The ledger in a file, so that it survives a restart: SQLite in the state directory, some accounts at a time. A
+damaged file is set aside: a node serves without knowing past usage. One that cannot be read or written for now, as on a
+full disk, is tried again with each batch, and loses nothing.
 """
 
 import json
@@ -28,7 +28,7 @@ class UsageFile:
         self._db: sqlite3.Connection | None = None
         self.restored: dict[Account, Used] = {}
         self._later = False  # it is to be read yet
-        self._trouble = ""  # that was said
+        self._trouble = ""  # that was reported
         self._open()
 
     def _open(self) -> None:
@@ -105,7 +105,7 @@ class UsageFile:
         rows = [(*account, _text(ledger.books[account])) for account in names]
         try:
             self._db.execute("BEGIN")
-            # first what was forgotten: some of it may have been used again since
+            # first the forgotten accounts: some may have been used again since
             self._db.executemany("DELETE FROM accounts WHERE tenant = ? AND function = ?", closed)
             self._db.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?)", rows)
             self._db.execute("COMMIT")

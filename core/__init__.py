@@ -1,1 +1,1 @@
-"""What every process of a node needs, whatever it does: how it starts, where things are, shared memory, keys."""
+"""Code that every process of a node shares, whatever its role: start-up, paths, shared memory, keys."""

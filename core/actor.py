@@ -35,7 +35,7 @@ class Actor:
     Attributes:
         role: this process's name on the node, e.g. ``gpu0``.
         epoch: how many times this role has been started.
-        peers: epoch of every role that is up, as last told by the supervisor.
+        peers: epoch of every role that is up, as last sent by the supervisor.
     """
 
     parent_death_signal: ClassVar[int] = signal.SIGKILL

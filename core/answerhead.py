@@ -1,4 +1,6 @@
-"""Which status and headers a function may answer with: pure. Asked where an answer is made, and where it is sent."""
+"""Checks the status and headers that a function answers with: pure. Called where an answer is made, and where it is
+sent.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ NBYTES: Final = 8 << 10
 """Of all headers of an answer, names included."""
 
 CODE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""What an error is called, for programs."""
+"""The name of an error, for programs."""
 
 BODILESS: Final = (204, 304)
 

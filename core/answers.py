@@ -1,5 +1,5 @@
-"""What the file of a function may import to say more than a value: the status and headers of an answer, and an error
-that is meant for who has asked.
+"""Classes that a function's file may import to return more than a value: the status and headers of an answer, and an
+error that is meant for the caller.
 
 ::
 

@@ -1,7 +1,7 @@
 """The audit log, ``STATE/logs/audit.log``: one JSON line per administrative act, done or refused.
 
 Owns the file: its owner alone reads it, it is bounded, and it is turned over so slowly that refused attempts, of which
-anybody can make any number, do not push the acts out. Who may do what is decided elsewhere.
+anybody can make any number, do not push the acts out. Permissions are decided elsewhere.
 """
 
 import os

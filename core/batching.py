@@ -1,8 +1,8 @@
-"""Streams that wait for others of their function before a batch takes them, whether the GPU is idle or not: what
-ServerlessLoRA compares itself with, and what its Eq. 3 says as it stands. Pure: it is told the time.
+"""Rules under which streams wait for others of their function before a batch takes them, whether the GPU is idle or
+not: those that ServerlessLoRA compares itself with, and its Eq. 3 as it stands. Pure: the time is an argument.
 
-Runtimes wait by BatchRule (decisions/batches/gathering.py), and so do those of the simulator. With ``now``, which is
-the default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
+Runtimes wait by BatchRule (decisions/batches/gathering.py), and so do those of the simulator. With ``now``, the
+default, there is no rule: a prompt is computed as soon as its runtime has a turn, with all that have come by then.
 Requests of other functions wait by RequestBatches (core/decisions/scheduling/gathering.py).
 """
 
@@ -44,7 +44,7 @@ class BatchRule(NamedTuple):
         return cls(kind, size, delay_ms / 1000) if kind in (FILL_OR_EXPIRE, FIXED) else None
 
     def wait_s(self, count: int, tokens: int, ttft_s: float, prompts_s: PromptsTime) -> float:
-        """How long the first of so many streams, with so many tokens of prompts, waits in all."""
+        """The whole wait of the first of so many streams, with so many tokens of prompts."""
         if self.kind == FIXED:
             return 0.0 if count >= self.size else self.delay_s
         return ttft_s - prompts_s(tokens)
@@ -96,7 +96,7 @@ def _nothing(_: int) -> float:
 
 
 LEARNS: Final = 0.2
-"""Of what was known, so much gives way to what is measured now: five arrivals tell of a change."""
+"""Share of the old mean that gives way to a new measurement: a change shows after five arrivals."""
 
 RECENT: Final = 5
 """Of so many batches of a size the median counts: two of them may have waited for copies of the model, which nobody
@@ -144,7 +144,7 @@ class BatchRequests:
         self.change(came, ())
 
     def change(self, came: Iterable[tuple[int, float]], left: Iterable[int]) -> None:
-        """What has left may never have been here."""
+        """Numbers in ``left`` need not be there."""
         for number, due_s in came:
             self._due_s[number] = due_s
             self.earliest_s = min(self.earliest_s, due_s)
@@ -167,10 +167,10 @@ class RequestBatches:
     takes, and none would be late for it (``deadline_s``); never longer than ``longest_s``. As long as T is not known,
     nobody waits.
 
-    Who waits for the next one waits for min(gap, longest_s), and saves time only if the gap was the shorter one. So the
-    recent means of these two are what is learned of arrivals. A pause is then one gap in which nobody has come, however
-    long it was: with the mean of gaps themselves, or a rate that decays, an hour without requests would say that nobody
-    comes, when sixteen clients come back at once. Gaps are those of each instance: who comes to another one is in no
+    To wait for the next request takes min(gap, longest_s), and saves time only if the gap was the shorter one. So the
+    recent means of these two are all that is learned of arrivals. A pause then counts as one gap without a request,
+    however long it was: with the mean of gaps themselves, or a rate that decays, an hour without requests would predict
+    none, when sixteen clients come back at once. Gaps are those of each instance: a request to another one is in no
     batch of this.
     """
 
@@ -197,8 +197,8 @@ class RequestBatches:
         return max(last_s, at_s)
 
     def size(self, left_s: Sequence[float]) -> int:
-        """How many of these requests, the first ones, are to be the next batch: as many as leave most of all of them in
-        time, those of the batch after it too. ``left_s``: how long each has from when it begins.
+        """The number of these requests, the first ones, that are to be the next batch: as many as let most of all of
+        them be in time, those of the batch after it too. ``left_s``: how long each has from when it begins.
         """
         some = left_s[: self.most]
         if self.times.of(1) is None:
@@ -216,7 +216,7 @@ class RequestBatches:
         return size
 
     def wait_s(self, count: int, waited_s: float) -> float:
-        """How long ``count`` requests, the first of which has waited so long, wait for one more."""
+        """The time that ``count`` requests, the first of which has waited so long, wait for one more."""
         now, one, more = (self.times.of(each) for each in (count, 1, count + 1))
         if count >= self.most or now is None or one is None or more is None:
             return 0.0

@@ -1,6 +1,6 @@
 """The node's configuration: TOML in, one checked structure out; unknown keys are refused with their line.
 
-Owns names, defaults and units of settings. What a setting does is described where it is used.
+Owns names, defaults and units of settings. The effect of a setting is described where it is used.
 """
 
 import os
@@ -34,10 +34,10 @@ _UNITS: Final = {
 
 
 MAX_NBYTES: Final = 1 << 63
-"""What fits no signed integer of a message, and no machine."""
+"""Sizes from here on fit no signed integer of a message, and no machine."""
 
 YEAR_MS: Final = 365 * 24 * 3_600_000
-"""Who writes more has slipped; some millions of times more would fit no message."""
+"""More is a mistake; some millions of times more would fit no message."""
 
 
 def parse_nbytes(text: str | int) -> int:
@@ -93,7 +93,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
 
 
 class GpuSection(_Section, frozen=True, kw_only=True):
-    """``[gpu]``: what the node's executors drive."""
+    """``[gpu]``: the devices that the node's executors drive."""
 
     device: str = "auto"  # "auto" | "cuda" | "host"
     count: int = 0  # executors; 0: one for each GPU that CUDA finds, else emulated ones, at most 2
@@ -191,7 +191,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
 
 
 class RecordSection(_Section, frozen=True, kw_only=True):
-    """``[record]``: what the scheduler is told and answers, in a file for `dormouse replay`."""
+    """``[record]``: the scheduler's inputs and outputs, in a file for `dormouse replay`."""
 
     path: str = ""  # as seen from the state directory; default: none is written
     limit: str = "256MiB"  # after which nothing more is recorded
@@ -240,7 +240,7 @@ class JobsSection(_Section, frozen=True, kw_only=True):
 
 
 class TenantSection(_Section, frozen=True, kw_only=True):
-    """``[tenants.NAME]``: what one tenant may take of the node. What is not said is not limited."""
+    """``[tenants.NAME]``: one tenant's limits on the node. A missing key is no limit."""
 
     share: float | None = None  # of the GPUs' time, beside those of others; who is not named has a share of 1
     gpu_memory: str = ""  # of each GPU: what its models keep beyond it goes first, when others need the room
@@ -261,8 +261,9 @@ class StartSection(_Section, frozen=True, kw_only=True):
 
 
 DEFAULT_POOL: Final = "regions"
-"""What ``[gpu] pool = "auto"`` means where no language model is deployed: the one strategy that needs nothing but plain
-memory, and has no rounding to granules. What mapping those costs on a GPU is not measured yet (docs/gpu.md)."""
+"""Meaning of ``[gpu] pool = "auto"`` where no language model is deployed: the one strategy that needs nothing but plain
+memory, and has no rounding to granules. The cost of mapping those on a GPU is not measured yet (docs/gpu.md).
+"""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
@@ -301,7 +302,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def pool(self) -> str:
-        """How executors manage their GPUs' memory."""
+        """The strategy by which executors manage their GPUs' memory."""
         if self.gpu.pool != "auto":
             return self.gpu.pool
         return "pages" if self.start.pages else DEFAULT_POOL

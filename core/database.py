@@ -1,4 +1,4 @@
-"""SQLite files that the node cannot do without: opened, or refused in words that say what to do."""
+"""SQLite files that the node cannot do without: opened, or refused with advice."""
 
 import sqlite3
 from collections.abc import Iterator

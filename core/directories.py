@@ -2,7 +2,7 @@
 
 Owns what a node may delete of its run directory: names that nodes make (core/paths.py has their grammar), below a
 directory that carries a node's marker. Everything is opened from its parent's descriptor with O_NOFOLLOW, and no parent
-may be under another user's control. What the files say is not its business.
+may be under another user's control. The contents of the files are not its business.
 """
 
 import contextlib
@@ -300,7 +300,7 @@ class RunDirectory:
 def remove_tree(name: str, parent: int | None = None) -> None:
     """``name`` (in the directory ``parent``, if given) and all below it; never through a symbolic link, however deep.
 
-    What lies deeper than one level is first moved up, so that neither depth nor path lengths matter: an instance may
+    Entries deeper than one level are first moved up, so that neither depth nor path lengths matter: an instance may
     have made it.
     """
     try:

@@ -1,5 +1,5 @@
-"""A timer for whatever is due first. One that comes too early is set again: most of what is waited for happens long
-before it is due, and to move a timer each time would cost more.
+"""A timer for the earliest due time. One that fires too early is set again: most awaited events happen long before they
+are due, and moving the timer each time would cost more.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ class DueTimer:
         self._due_s = 0.0
 
     def set(self, due_s: float | None) -> None:
-        """Call back then, or earlier if that is asked for, too; None: nothing is due. Who is called sets it again."""
+        """Call back then, or earlier if that is asked for, too; None: nothing is due. The callee sets it again."""
         if due_s is None or (self._timer is not None and self._due_s <= due_s):
             return
         self.close()

@@ -1,4 +1,4 @@
-"""What is said of a user's exception where its whole text has no room, or is not the reader's to see. Pure.
+"""Shortens the text of a user's exception where the whole has no room, or is not for the reader to see. Pure.
 
 A text is a traceback as Python writes it, or a sentence; after it come hints, lines that begin with HINT.
 """
@@ -50,9 +50,7 @@ def outward(text: str) -> str:
 
 
 def _raised(text: str) -> list[str]:
-    """What was raised, which follows the last traceback's frames, and these are indented; then the rest of what it
-    says.
-    """
+    """The exception, which follows the last traceback's frames, and these are indented; then the rest of its text."""
     lines = [line for line in text.rstrip().splitlines() if not line.startswith(HINT)]
     while lines and not lines[0].strip():
         del lines[0]

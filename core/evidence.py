@@ -1,4 +1,5 @@
-"""Who an executor computes for, in a page that outlives it; and who is to blame for its death, which is decided here.
+"""The page that names the instance an executor computes for, and outlives the executor. Decides who is to blame for its
+death.
 
 The supervisor makes the page (a memfd), the executor's device thread writes it, and the supervisor reads it when the
 executor is dead, so there is one writer and nothing to order. A frame costs two stores of a few bytes. Pure but for the
@@ -25,7 +26,7 @@ OF_CODE: Final = frozenset(-n for n in (signal.SIGSEGV, signal.SIGBUS, signal.SI
 
 
 class PageContents(NamedTuple):
-    """What a page says."""
+    """The contents of a page."""
 
     state: int
     instance: str

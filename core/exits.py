@@ -1,4 +1,4 @@
-"""Exit statuses that more than the command line knows; the others are in core/cli/frame.py."""
+"""Exit statuses that are known beyond the command line; the others are in core/cli/frame.py."""
 
 from typing import Final
 

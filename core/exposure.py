@@ -1,6 +1,6 @@
-"""Where a node may listen: on loopback always, elsewhere only with a key and a channel that nobody reads along.
+"""Decides where a node may listen: on loopback always, elsewhere only with a key and a channel that nobody reads along.
 
-Decides, and tries the certificate; who may do what once it listens is router/access/access.py.
+Tries the certificate, too. The permissions of callers are decided in router/access/access.py.
 """
 
 import ipaddress
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def slips(node: "NodeSection") -> Iterator[tuple[str, str]]:
-    """What cannot be meant: a key of ``[node]``, and what is wrong with its value."""
+    """Mistakes: a key of ``[node]``, and the fault of its value."""
     for host in node.hosts:
         if not HOST.fullmatch(host):
             yield "hosts", f"has {host!r}; write names or addresses in small letters, without scheme and port"
@@ -58,7 +58,9 @@ WHO: Final[dict[str, str]] = {
 
 
 def without_key(node: "NodeSection", keys_wanted: bool) -> WithoutKey:
-    """Who of this machine invokes without a key; of others, nobody ever does. ``keys_wanted``: there was a key once."""
+    """The callers on this machine that invoke without a key; on others, nobody ever does. ``keys_wanted``: there was a
+    key once.
+    """
     if node.behind_proxy or not is_loopback(node.host):
         return "nobody"
     if node.open_loopback:
@@ -95,7 +97,7 @@ def refusal(node: "NodeSection", has_key: bool) -> str | None:
 
 
 def tls_trouble(node: "NodeSection") -> str | None:
-    """What is wrong with the certificate and its key, as whoever runs this may read them; None if they can be used."""
+    """The fault of the certificate and its key, read with this process's rights; None if they can be used."""
     try:
         if node.tls_cert:
             tls_context(node)

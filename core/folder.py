@@ -1,8 +1,8 @@
 """A function's folder: which of its files travel to a node, found and opened with the caller's own rights.
 
-Knows no socket. What stays: whatever has a name that begins with a dot, ``__pycache__``, and what ``.dormouseignore``
-in the folder says, in the language of .gitignore (``!.env`` takes it along); virtual environments; whatever is not a
-regular file or a link to one. Links to directories are not followed. A node's own directories may not be part of it.
+Knows no socket. These stay behind: all whose name begins with a dot, ``__pycache__``, and all that ``.dormouseignore``
+in the folder names, in the language of .gitignore (``!.env`` takes it along); virtual environments; all but regular
+files and links to them. Links to directories are not followed. A node's own directories may not be part of it.
 """
 
 import os
@@ -23,7 +23,7 @@ IGNORE: Final = ".dormouseignore"
 
 _STAYS: Final = (".*", "__pycache__/")
 _UNREMARKABLE: Final = (IGNORE, ".git", ".DS_Store")
-"""What these begin the names of is not worth a word when it stays."""
+"""A file whose name begins with one of these stays behind without a word."""
 
 _ENVIRONMENT: Final = "pyvenv.cfg"
 _NODES: Final = {".dormouse-run": "run", "catalogue.sqlite3": "state"}
@@ -51,7 +51,7 @@ class FunctionFolder(NamedTuple):
 
 
 def find(path: Path) -> FunctionFolder:
-    """What ``path``, a file or a folder, stands for. Raises NoFunction."""
+    """The function that ``path``, a file or a folder, stands for. Raises NoFunction."""
     if not path.is_dir():
         if not path.is_file():
             raise NoFunction(f"{path} is not a file")
@@ -89,7 +89,7 @@ def state(found: FunctionFolder) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def options_file(found: FunctionFolder) -> str:
-    """What the file of a deploy's options beside the function says; "" without one. Raises NoFunction, OSError."""
+    """The text of the file of a deploy's options beside the function; "" without one. Raises NoFunction, OSError."""
     path = found.folder / FILE
     if found.alone or not path.is_file():
         return ""
@@ -160,7 +160,7 @@ def _ignored(path: Path) -> "GitIgnoreSpec":
 
 
 def _of_a_node(directory: Path) -> str | None:
-    """Which of a node's directories this is."""
+    """The kind of a node's directory that this is; None for others."""
     return next((what for file, what in _NODES.items() if os.path.lexists(directory / file)), None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 ALIGNMENT: Final = 512
-"""Bytes. What vectorised loads and direct I/O want, and a multiple of every element size."""
+"""Bytes. Wanted by vectorised loads and direct I/O, and a multiple of every element size."""
 
 
 def aligned(nbytes: int) -> int:

@@ -1,8 +1,7 @@
-"""How many executors a node has: all GPUs that CUDA finds, else emulated ones, never some of each.
+"""Counts a node's executors: all GPUs that CUDA finds, else emulated ones, never some of each.
 
-CUDA is asked in a process of its own: a driver that is loaded stays, and does not survive a fork. Emulated GPUs beside
-real ones would be taken for their equals by whoever places requests, so a node that asks for more than there are is
-refused.
+CUDA is asked in a process of its own: a driver that is loaded stays, and does not survive a fork. Placement would take
+emulated GPUs beside real ones for their equals, so a node that asks for more than there are is refused.
 """
 
 import subprocess

@@ -1,5 +1,5 @@
-"""Who holds how many bytes for how long: pure. Bytes are held by groups of owners, and counted in byte-milliseconds, as
-whole numbers: what the groups have held together is what was held, and nothing is lost between two countings.
+"""Accounts of bytes held over time: pure. Bytes are held by groups of owners, and counted in byte-milliseconds, as
+whole numbers: the groups' sums add up to the total, and nothing is lost between two countings.
 """
 
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 STATE_S: Final = 2.0
-"""Between two statements of who has held what. A process that is killed takes so much with it."""
+"""Between two statements of use. A process that is killed takes so much with it."""
 
 
 class OwnerGroup(NamedTuple):
@@ -69,11 +69,11 @@ class Holdings:
         return sorted(held.items())
 
     def nbytes(self, group: OwnerGroup) -> int:
-        """What it holds now."""
+        """The bytes that it holds now."""
         return self._nbytes[group]
 
     def of_kind(self, kind: str) -> int:
-        """What all groups of a kind hold now."""
+        """The bytes that all groups of a kind hold now."""
         return self._kinds[kind]
 
     @property

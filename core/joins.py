@@ -1,4 +1,4 @@
-"""Which of the sequences that wait joins a runtime's batch next, where not all can at once: pure. Runtimes decide by it
+"""Order in which waiting sequences join a runtime's batch, where not all can at once: pure. Runtimes decide by it
 (core/decisions/batches/batch.py), and so do those of the simulator.
 
     margin = deadline - (now + T) = latest - now
@@ -6,10 +6,10 @@
 T is what its own prompt takes. Its wait is in the deadline, and wakes and turns of others are the same for all of a
 batch. So margins keep their order while time goes on: each sequence has a time at which it has to begin at latest.
 
-1. What was preempted goes on first.
-2. Then comes what can still be in time, the least margin first (ServerlessLoRA's Eq. 5).
-3. What is late already is late for good, and comes last: in turn among functions, whoever sends most. But after
-   `PASSES` others it is its turn, so that nothing waits for ever.
+1. Preempted sequences go on first.
+2. Then come those that can still be in time, the least margin first (ServerlessLoRA's Eq. 5).
+3. Those that are late already are late for good, and come last: in turn among functions, whoever sends most. But after
+   `PASSES` others it is their turn, so that nothing waits for ever.
 """
 
 from bisect import bisect_left, insort

@@ -1,8 +1,8 @@
-"""API keys: what one may do, how it is made, and the file that keeps them, ``STATE/keys.json``.
+"""API keys: their rights, their making, and the file that keeps them, ``STATE/keys.json``.
 
-Owns the file's format. Of a key's secret only a hash is kept: it has 160 random bits, so a fast hash cannot be
-guessed backwards. One process writes at a time: the router of a running node, else a command that holds the state
-directory's lock. What a request with a key may do is decided in router/access/access.py.
+Owns the file's format. Of a key's secret only a hash is kept: it has 160 random bits, so a fast hash cannot be guessed
+backwards. One process writes at a time: the router of a running node, else a command that holds the state directory's
+lock. The permissions of a request with a key are decided in router/access/access.py.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def _digest(token: bytes) -> str:
 
 
 def shown(key: Key) -> dict[str, Any]:
-    """What people may see of a key: all but its hash."""
+    """A key as people may see it: all but its hash."""
     return {
         "id": key.id,
         "scopes": list(key.scopes),

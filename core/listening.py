@@ -54,10 +54,10 @@ def expect_same_address(sock: socket.socket, host: str, port: int) -> None:
 
 
 HEIR_FD: Final = "DORMOUSE_HEIR_FD"
-"""Where a router, or a store, leaves what its successor of a newer version is given; in its environment."""
+"""The descriptor by which a router, or a store, hands over to its successor of a newer version; in its environment."""
 
 LEGACY_FD: Final = "DORMOUSE_LEGACY_FD"
-"""Where such a successor finds that."""
+"""The descriptor by which such a successor receives it."""
 
 MAX_FDS: Final = 200
 """In one packet; the kernel takes 253."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import orjson
 
 # structlog imports rich, where it is installed, for tracebacks in colour, which no log of ours has: half of what the
-# start of a small process takes. Who asks for rich later gets it.
+# start of a small process takes. A later import of rich succeeds.
 _hidden = sys.modules.setdefault("rich", None) is None  # type: ignore[arg-type]
 import structlog  # noqa: E402
 

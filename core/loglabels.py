@@ -1,11 +1,11 @@
-"""Labels in what an instance of several requests prints: whose it is. Pure.
+"""Labels in the output of an instance that serves several requests: they name the requests that printed it. Pure.
 
 The instance writes numbers of requests, as the router has given them, in front of what is printed for these, and after
 it a label without numbers::
 
     \\x1e 12 \\x1f one request's \\x1e \\x1f somebody's \\x1e 12,13 \\x1f a batch's \\x1e \\x1f
 
-What bears none (other programs, C++) is nobody's. A label is a claim: the router believes numbers of requests that the
+Text without one (other programs, C++) is nobody's. A label is a claim: the router believes numbers of requests that the
 instance has.
 """
 
@@ -37,7 +37,7 @@ class LabelReader:
         self._rest = b""
 
     def read(self, data: bytes) -> Iterator[tuple[tuple[int, ...], bytes]]:
-        """Whose is what, in order."""
+        """Pieces of text with the requests that they belong to, in order."""
         data, self._rest = self._rest + data, b""
         begun = data.rfind(b"\x1e")
         if begun >= 0 and _BEGUN.fullmatch(data, begun):
@@ -49,6 +49,6 @@ class LabelReader:
                 yield self._numbers, part
 
     def rest(self) -> bytes:
-        """What looked like the beginning of one, at the end."""
+        """At the end, the rest that looked like the beginning of one."""
         rest, self._rest = self._rest, b""
         return rest

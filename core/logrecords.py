@@ -1,11 +1,11 @@
-"""Which lines of a function's log belong together: pure. A record is a line and what continues it: indented lines, and
-a traceback as Python prints it. A function prints what it likes, so of other text each line is a record of its own.
+"""Groups the lines of a function's log into records: pure. A record is a line and its continuation: indented lines, and
+a traceback as Python prints it. A function prints what it likes, so each line of other text is a record of its own.
 
-Marks in the log say of what follows when it was printed, by which instance, and during which request::
+Marks in the log give the time, the instance and the request of the text that follows::
 
     \\x1e 2026-11-28T13:19:40.123Z <space> 3-16 <space> request's id, or ids with commas, if known \\x1f
 
-What a function prints has no \\x1e in it: the router takes these out.
+A function's own text has no \\x1e in it: the router takes these out.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 BEGINS_MARK: Final = b"\x1e"
 _MARK: Final = re.compile(rb"\x1e([^\x1e\x1f\n]*)\x1f?")
-"""Or what a full disk has left of one."""
+"""Or the rest of one on a full disk."""
 
 
 class LineOrigin(NamedTuple):
@@ -84,7 +84,8 @@ def _origin(said: bytes) -> LineOrigin:
 
 
 RECORD_LINES: Final = 2000
-"""What is longer is several records: a log may have indented lines alone. A report of a failure has 32 KiB of text."""
+"""A longer one becomes several records: a log may have indented lines alone. A report of a failure has 32 KiB of text.
+"""
 
 _TRACEBACK: Final = b"Traceback (most recent call last):"
 _ANOTHER: Final = (

@@ -1,9 +1,9 @@
-"""Secrets in what a function says: pure. Text and streams of bytes go in, and come out without them.
+"""Removes secrets from a function's output: pure. Text and streams of bytes go in, and come out without them.
 
 Known are the values that an instance was given, each as it is and as Python and JSON write it; of one that has several
-lines also each longer line. What a function encodes in other ways is its own doing.
+lines also each longer line. Other encodings that a function makes are its own doing.
 
-A tenant chooses both the secrets and what is printed, and the loop that masks is everybody's. So no place in the data
+A tenant chooses both the secrets and the output, and the loop that masks serves everybody. So no place in the data
 costs more than a few searches by halves among the forms, and no form is longer than `PIECE_NBYTES`.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 MIN_NBYTES: Final = 4
-"""What is shorter stands in any text by chance: it could not be masked."""
+"""A shorter secret stands in any text by chance: it could not be masked."""
 
 LINE_NBYTES: Final = 8
 """A shorter line of a secret is text like any other."""
@@ -28,7 +28,7 @@ TEXT_NBYTES: Final = 16 << 10
 
 
 class SecretMask:
-    """What stands instead of a secret names it. A copy has the same secrets and a stream of its own."""
+    """Replaces each secret by text that names it. A copy has the same secrets and a stream of its own."""
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
         self._instead: dict[bytes, bytes] = {}
@@ -75,12 +75,12 @@ class SecretMask:
         return out
 
     def rest(self) -> bytes:
-        """What was held back, at the stream's end."""
+        """The bytes held back, at the stream's end."""
         out, self._held, self._after = self._masked(self._held, self._after, whole=True)
         return out
 
     def _masked(self, data: bytes, after: bytes, whole: bool) -> tuple[bytes, bytes, bytes]:
-        """What may go, what is held back, and what stands instead of the secret right before the latter."""
+        """The bytes that may go, those held back, and the text in place of the secret right before the latter."""
         at = done = 0
         out: list[bytes] = []
         while found := self._maybe.search(data, at):

@@ -1,9 +1,11 @@
-"""In which version the state directory is, and what brings an older one to this Dormouse's. Owns STATE/version.
+"""The version of the state directory, and the migrations that bring an older one to this Dormouse's. Owns
+STATE/version.
 
 A directory is of version n once MIGRATIONS[n - 1] has been done to it, and its number was written after that. So a step
-that was interrupted is done again from its beginning: each can be repeated, and replaces files by renaming. Files in
-it that have versions of their own (SQLite's) are looked at by who opens them. A node that takes over from one that runs
-keeps what a step will change (wayback.py) until it serves: before that, the older one may have to go on.
+that was interrupted is done again from its beginning: each can be repeated, and replaces files by renaming. Files in it
+that have versions of their own (SQLite's) are checked by the code that opens them. A node that takes over from one that
+runs keeps copies of the files that a step will change (wayback.py) until it serves: before that, the older one may have
+to go on.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +41,7 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (Migration(_numbered, files=()),)
 
 
 class StateVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file says; ``dormouse``: who wrote it, for people."""
+    """The contents of the file; ``dormouse``: the version that wrote it, for people."""
 
     version: int
     dormouse: str = ""
@@ -59,7 +61,7 @@ def found_version(state: StatePaths) -> StateVersion | None:
 
 
 def expect_not_newer(state: StatePaths, migrations: Sequence[Migration] = MIGRATIONS) -> StateVersion | None:
-    """What :func:`found_version` says; ConfigError if a newer Dormouse has been here."""
+    """Returns :func:`found_version`; ConfigError if a newer Dormouse has been here."""
     found = found_version(state)
     if found is not None and not 0 <= found.version <= len(migrations):
         by = f", of Dormouse {found.dormouse}" if found.dormouse else ""
@@ -72,7 +74,7 @@ def expect_not_newer(state: StatePaths, migrations: Sequence[Migration] = MIGRAT
 
 
 def _missing(state: StatePaths, migrations: Sequence[Migration]) -> Sequence[Migration]:
-    """What is to be done to it. Raises ConfigError."""
+    """The migrations that it lacks. Raises ConfigError."""
     found = expect_not_newer(state, migrations)
     return () if found is None else migrations[found.version :]
 

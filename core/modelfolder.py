@@ -2,7 +2,7 @@
 
 ``hf:org/name[@revision]`` stands for a folder of the caller's Hugging Face cache. The cache is read as it lies there,
 by the rules of ``huggingface_hub``, which is not needed for that; so nothing is ever downloaded. Knows no socket, and
-looks into no file but the cache's references: what a model is, is judged in a sandbox.
+looks into no file but the cache's references: a model is examined in a sandbox.
 """
 
 import os
@@ -19,12 +19,12 @@ GGUF: Final = ".gguf"
 PREFIX: Final = "hf:"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER: Final = ".lora"
-"""Where a node keeps an adapter's files, beside those of its base: no file of a base has such a name."""
+"""The folder of an adapter's files in a node, beside those of its base: no file of a base has such a name."""
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 _TEXT: Final = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""What configurations, tokenizers and templates end with."""
+"""Suffixes of configurations, tokenizers and templates."""
 
 PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -32,7 +32,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 def find(text: str, convert: bool = False) -> FunctionFolder:
-    """What ``--llm`` names: a folder, a GGUF file, or a model in the cache. Raises NoFunction, OSError."""
+    """The target of ``--llm``: a folder, a GGUF file, or a model in the cache. Raises NoFunction, OSError."""
     if text.startswith(PREFIX):
         return _in_cache(text.removeprefix(PREFIX), hub_cache(os.environ), partial(_chosen, convert=convert))
     path = Path(text).absolute()
@@ -45,7 +45,7 @@ def find(text: str, convert: bool = False) -> FunctionFolder:
 
 
 def find_adapter(text: str) -> FunctionFolder:
-    """What ``--lora`` names: a folder as PEFT writes it, or one in the cache. Raises NoFunction, OSError."""
+    """The target of ``--lora``: a folder as PEFT writes it, or one in the cache. Raises NoFunction, OSError."""
     if text.startswith(PREFIX):
         return _in_cache(text.removeprefix(PREFIX), hub_cache(os.environ), _adapter)
     path = Path(text).absolute()
@@ -55,7 +55,7 @@ def find_adapter(text: str) -> FunctionFolder:
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Where ``huggingface_hub`` keeps models."""
+    """The directory where ``huggingface_hub`` keeps models."""
     base = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     home = environ.get("HF_HOME") or os.path.join(base, "huggingface")
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -85,7 +85,7 @@ def _in_cache(wanted: str, cache: Path, chosen: Callable[[Path], FunctionFolder]
 
 
 def _commit(reference: Path) -> str:
-    """What a branch or tag stands for; "" if it stands for nothing."""
+    """The commit that a branch or tag stands for; "" if there is none."""
     try:
         text = reference.read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What functions and tenants may be called: files, cgroups and paths of URLs are made of these names."""
+"""Names of functions and tenants, and their grammar: files, cgroups and paths of URLs are made of them."""
 
 import re
 from typing import Final
@@ -7,7 +7,7 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def beside(name: str, version: int) -> str:
-    """What a version is called that is served beside the one that has the function's name."""
+    """The name of a version that is served beside the one that has the function's name."""
     return f"{name}@{version}"
 
 

@@ -30,7 +30,7 @@ _LINKS: Final = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
 
 
 def cache_directory() -> Path:
-    """Where built libraries are kept: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``. Raises ConfigError."""
+    """The directory of built libraries: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``. Raises ConfigError."""
     return Path(os.environ.get("XDG_CACHE_HOME") or home_directory("XDG_CACHE_HOME") / ".cache") / "dormouse"
 
 
@@ -193,7 +193,7 @@ def build_now(build: Callable[[], Path]) -> int:
 
 
 def processor() -> str:
-    """What it can do, as the kernel says."""
+    """Its features, as the kernel lists them."""
     with open("/proc/cpuinfo") as file:
         return next((line for line in file if line.startswith("flags")), "")
 

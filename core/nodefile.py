@@ -1,4 +1,4 @@
-"""A node file: TOML, checked, with errors that name the file, the line and the key."""
+"""Reads and checks a node file: TOML, with errors that name file, line and key."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
 
 
 def _slips(config: NodeConfig) -> Iterator[str]:
-    """What cannot be meant, each beginning with its key. The first is told, and what comes after it counts on it."""
+    """Mistakes, each beginning with its key. The first is reported, and later checks count on it."""
     if config.start != StartSection():
         yield "[start] is for the options of `dormouse up` alone"
     for label in (*_MAYBE_SIZES, *_SIZES):
@@ -170,7 +170,7 @@ def _slips(config: NodeConfig) -> Iterator[str]:
 
 
 def _cure(message: str) -> str:
-    """What there is instead of an unknown key, or of a value of another type."""
+    """A suggestion in place of an unknown key, or of a value of another type."""
     if "unknown field" not in message:
         return _typed(message)
     section = re.search(r"`\$\.(\w+)(\[\.\.\.\])?`$", message)

@@ -1,5 +1,5 @@
-"""Why a body is not JSON: by its first bytes, where its client has left out a header, or by the place that a parser
-names. Pure: no I/O.
+"""Explains why a body is not JSON: by its first bytes, where its client has left out a header, or by the place that a
+parser names. Pure: no I/O.
 """
 
 import re
@@ -61,7 +61,7 @@ AROUND_CHARS: Final = 30
 
 
 def _advice(body: bytes | memoryview, error: str) -> str:
-    """What a parser says, with the text at the place that it names, and what JSON wants there."""
+    """The parser's message, with the text at the place that it names, and the JSON wanted there."""
     if error == _TRUNCATED:
         return "it ends too early; a bracket, a quote or a value is missing"
     if (found := _PLACE.search(error)) is None:
@@ -100,7 +100,7 @@ def _wanted(said: str, body: bytes | memoryview, at: int, rest: bytes) -> str:
 
 
 def cause(body: bytes | memoryview, error: str) -> str:
-    """``error``: what a parser says."""
+    """``error``: a parser's message."""
     return _beginning(body) or _advice(body, error)
 
 

@@ -1,4 +1,6 @@
-"""Why a text is not TOML: what a parser says, with the line that it names, and what TOML has there. Pure: no I/O."""
+"""Explains why a text is not TOML: the parser's message, the line that it names, and the TOML wanted there. Pure: no
+I/O.
+"""
 
 import re
 from typing import Final
@@ -12,7 +14,7 @@ SHOWN_CHARS: Final = 60
 
 
 def cause(text: str, error: Exception) -> str:
-    """``error``: what the parser raised of it."""
+    """``error``: the parser's exception."""
     said, lines = str(error), text.splitlines()
     found = _PLACE.search(said)
     if found is None or not lines:

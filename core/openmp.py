@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for each other in processes that compute for a node, as environment variables."""
+"""Environment variables for OpenMP: how its threads wait for each other in processes that compute for a node."""
 
 from typing import Final
 

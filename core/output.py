@@ -1,4 +1,4 @@
-"""How the `dormouse` command prints: JSON, tables, times. Knows no command."""
+"""Output of the `dormouse` command: JSON, tables, times. Knows no command."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ SHORT: Final = 12
 
 
 shown: Final[list[str]] = []
-"""Has "json" once a command has printed a document: what fails after that is no second one."""
+"""Has "json" once a command has printed a document: a failure after that is no second one."""
 
 
 def show_json(value: Any) -> None:

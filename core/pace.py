@@ -1,6 +1,6 @@
 """Decides how many tokens a step takes of a long prompt beside sequences that go on, and a brief step of all prompts:
-about as many as cost what a step without prompts costs. So a step is twice as long as that at most. Pure: it is told
-what steps took.
+about as many as cost as much as a step without prompts. So a step is twice as long as that at most. Pure: the times of
+steps are arguments.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ FEW: Final = 16
 """While nothing is known."""
 
 _SHARE: Final = 0.8
-"""Of what a step without prompts costs: the next piece costs more than those before, for it looks back on them."""
+"""Of the cost of a step without prompts: the next piece costs more than those before, for it looks back on them."""
 
 _NEWEST: Final = 0.3
 """Weight of the newest step in the means: some five steps matter."""

@@ -1,4 +1,4 @@
-"""Where things are in a node's run and state directories. Names only; docs/design/processes.md draws the tree.
+"""Paths in a node's run and state directories. Names only; docs/design/processes.md draws the tree.
 
 core/directories.py makes the run directory, and removes only what has a name of this grammar.
 """
@@ -23,7 +23,7 @@ FILES_SOCKET: Final = "files"
 """The store's endpoints in an instance's directory: its link, and where the instance offers open files."""
 
 RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711, "root": 0o700}
-"""What a node makes in its run directory, and the modes."""
+"""Folders that a node makes in its run directory, and their modes."""
 
 RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
 
@@ -104,7 +104,7 @@ class RunPaths:
         return str(self.trusted / f"{role}.fds.{epoch}")
 
     def zygote(self, epoch: int, role: str = ZYGOTE) -> str:
-        """Where a zygote listens; by default that of functions."""
+        """The path at which a zygote listens; by default that of functions."""
         return str(self.trusted / f"{role}.{epoch}")
 
     def warming(self, role: str, generation: int) -> Path:

@@ -1,5 +1,5 @@
-"""Posts packets with descriptors without ever blocking the loop: what a slow receiver does not take waits here, in
-order.
+"""Posts packets with descriptors without ever blocking the loop: packets that a slow receiver does not take wait here,
+in order.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ MAX_WAITING: Final = 10_000
 
 
 class Poster(Generic[In, Out]):
-    """One connection to an inbox or to the zygote. A receiver that is gone is told of by ``on_end``, never by an
+    """One connection to an inbox or to the zygote. A receiver that is gone is reported by ``on_end``, never by an
     exception.
     """
 

@@ -1,6 +1,7 @@
-"""What use costs: prices from a file, and sums by function and tenant. Pure but for reading the file.
+"""Costs of use: prices from a file, and sums by function and tenant. Pure but for reading the file.
 
-Missing prices are 0. What a node measures is in schemas/messages/ (Metered, HostMetered); docs/tenants.md says how.
+Missing prices are 0. A node's measurements are in schemas/messages/ (Metered, HostMetered); docs/tenants.md explains
+them.
 """
 
 import json
@@ -22,7 +23,7 @@ GIB: Final = 1 << 30
 MILLION: Final = 1_000_000
 
 AHEAD_S: Final = 60.0
-"""Clocks of who asks may be so far ahead."""
+"""Callers' clocks may be so far ahead."""
 
 ON_GPU: Final = ("weights_nbyte_s", "kv_nbyte_s", "activations_nbyte_s", "adapter_nbyte_s")
 

@@ -1,6 +1,6 @@
-"""What is wrong with a node, in words for whoever is called at night: from what `dormouse status --json` prints. Pure.
+"""Problems of a node, in words for whoever is called at night, from the output of `dormouse status --json`. Pure.
 
-Worst first: what does not run, what was lost, what is late, what will be full.
+Worst first: parts that do not run, losses, late functions, places that will be full.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def broken(row: dict[str, Any]) -> bool:
 
 
 def failing(row: dict[str, Any]) -> str:
-    """How many of its requests have failed lately, if that is nearly all that it does; else ""."""
+    """The number of its requests that failed lately, in words, if nearly all did; else ""."""
     recent = row.get("recent")
     if recent is None:
         return ""
@@ -46,7 +46,7 @@ def failing(row: dict[str, Any]) -> str:
 
 
 def late(row: dict[str, Any]) -> dict[str, Any] | None:
-    """How it does by what it wants, if it had enough answers lately and they were not in time."""
+    """Its recent window, if that had enough answers and too few were in time."""
     window = (row.get("recent") or {}).get("window")
     if window is None or window["counted"] < ENOUGH or 100 * window["in_time"] >= row["percentile"]:
         return None
@@ -76,7 +76,7 @@ def strangers(value: dict[str, Any]) -> list[str]:
 
 
 def intended(value: dict[str, Any]) -> list[str]:
-    """What keeps the node from its work because somebody wants that: no problem."""
+    """Intended states that keep the node from its work: no problems."""
     node, said = value["node"], []
     if node.get("draining"):
         left = f"; {count} run still" if (count := node.get("requests_open")) else ""
@@ -124,7 +124,7 @@ def _store(store: dict[str, Any] | None) -> Iterator[str]:
 
 
 def troubles(functions: dict[str, Any]) -> Iterator[str]:
-    """With functions: what is broken, what fails, what is late."""
+    """Of functions: those that are broken, that fail, that are late."""
     for name, row in functions.items():
         if broken(row):
             why = gist(row.get("error") or "") or "its log says why"

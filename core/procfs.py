@@ -1,4 +1,4 @@
-"""What /proc says of processes; of one that is not there, nothing."""
+"""Reads /proc about processes; one that is not there has empty values."""
 
 import contextlib
 import os

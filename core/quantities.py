@@ -1,4 +1,4 @@
-"""How sizes, durations and ends of processes are told to people: pure. What people write is read by `config`."""
+"""Words for sizes, durations and ends of processes, for people: pure. `config` reads those that people write."""
 
 import signal
 
@@ -46,5 +46,5 @@ def signal_name(number: int) -> str:
 
 
 def ended(status: int) -> str:
-    """What has become of a process with this exit status, negative for a signal's number."""
+    """The end of a process with this exit status, negative for a signal's number."""
     return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"

@@ -1,4 +1,4 @@
-"""How often something may be: token buckets. Pure; time is an argument."""
+"""Token buckets. Pure; time is an argument."""
 
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -6,8 +6,8 @@ from weakref import WeakValueDictionary
 
 @dataclass(slots=True, weakref_slot=True)
 class Bucket:
-    """Holds up to ``burst`` tokens and gains ``rate_s`` a second; each event takes one. What costs more than was known
-    beforehand is charged afterwards, and may leave it with less than none.
+    """Holds up to ``burst`` tokens and gains ``rate_s`` a second; each event takes one. Costs that were not known
+    beforehand are charged afterwards, and may make the tokens negative.
     """
 
     rate_s: float
@@ -31,7 +31,7 @@ class Bucket:
         self.tokens -= amount
 
     def wait_s(self, now_s: float, amount: float) -> float:
-        """How long until so many are there."""
+        """The time until so many are there."""
         self._fill(now_s)
         return 0.0 if self.tokens >= amount else (amount - self.tokens) / self.rate_s
 

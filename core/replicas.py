@@ -1,6 +1,6 @@
-"""When a function has one more instance, when a language model's tokens call for one, and what that one gets: the
-rules, pure. Routers decide by them (core/decisions/requests/replicas.py says why they are so), and so do simulated ones
-(controller/simulator/extras.py).
+"""Rules for one more instance of a function: when its queue or a language model's tokens call for one, and which
+requests that one gets. Pure. Routers decide by them (core/decisions/requests/replicas.py has the reasons), and so do
+simulated ones (controller/simulator/extras.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -55,7 +55,7 @@ def has_room(*, extras: int, most: int, loading: int, loads: int, coming: int, w
 
 def beyond_share(instances: Sequence[tuple[int, Sequence[int]]]) -> list[Sequence[int]]:
     """Another instance serves, and is one of these: how many requests each has, and which of them have no token yet,
-    oldest first. What each gives up: the newest of those, as many as it has more than its share.
+    oldest first. Each gives up the newest of those, as many as it has beyond its share.
     """
     share = -(-sum(count for count, _ in instances) // len(instances))
     return [waiting[max(0, len(waiting) - max(0, count - share)) :] for count, waiting in instances]

@@ -1,7 +1,7 @@
-"""What a function may require of pip: pure. Reads requirements, and refuses by name what no environment can have.
+"""Checks a function's requirements for pip: pure. Refuses by name those that no environment can have.
 
-Only names with versions: an address, a path or an option of pip would reach what the node's owner has not chosen. torch
-is the node's own, in its version.
+Only names with versions: an address, a path or an option of pip would reach places that the node's owner has not
+chosen. torch is the node's own, in its version.
 """
 
 import re
@@ -21,7 +21,7 @@ MAX_PROJECT_NBYTES: Final = 256 << 10
 MAX_LINES: Final = 500
 
 CUDA: Final = re.compile(r"nvidia-.*|triton|pytorch-triton|cuda-.*")
-"""What a build of torch for GPUs brings along."""
+"""Packages that a build of torch for GPUs brings along."""
 
 _HASH: Final = re.compile(r"\s--hash[= ](\w+:[0-9a-fA-F]+)(?=\s|$)")
 _NOT_WRITTEN: Final = re.compile(r"\$\{|\s-")
@@ -81,7 +81,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _checked(line: str, torch: str) -> str:
-    """What pip is to read: written anew from what was understood, and never the caller's line."""
+    """The line for pip: written anew from the parsed parts, and never the caller's line."""
     if line.startswith("-"):
         text = (
             f"{line[:80]!r} is an option of pip: the node file says which index there is ([environments]); leave it out"

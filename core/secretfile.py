@@ -4,9 +4,9 @@
 
     [{"tenant", "name", "sealed": base64 of (nonce of 12 bytes | AES-256-GCM of the value), "set_s", "set_by"}, ...]
 
-The tenant and the name are authenticated with the value, so that no line can be given another one's value by who can
-write the file. The key is 32 random bytes in a file of its own, which a copy of the state directory may leave out.
-One process writes: the router. Who may set what, and which function is given what, is not decided here.
+The tenant and the name are authenticated with the value, so that nobody who can write the file can give a line another
+one's value. The key is 32 random bytes in a file of its own, which a copy of the state directory may leave out. One
+process writes: the router. Permissions, and the choice of secrets for a function, are not decided here.
 """
 
 import base64
@@ -24,7 +24,7 @@ from dormouse.core.wholefile import write_whole
 from dormouse.schemas.errors import ConfigError
 
 MIN_NBYTES: Final = 4
-"""What is shorter stands in any text by chance: it could not be masked."""
+"""A shorter secret stands in any text by chance: it could not be masked."""
 
 MAX_NBYTES: Final = 32 << 10
 """Of a secret, and of a function's variables together: they travel in one packet."""
@@ -53,7 +53,7 @@ class SealedSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     set_by: str
 
     def shown(self) -> dict[str, Any]:
-        """What people may see: all but the value."""
+        """The secret as people may see it: all but the value."""
         return {"name": self.name, "tenant": self.tenant, "set": utc(self.set_s), "set_by": self.set_by}
 
 
@@ -65,9 +65,9 @@ def checked_variable(name: str, what: str) -> str:
 
 
 class SecretFile:
-    """All of them, as the file has them: a change is durable when it returns. What is wrong with the file or its key is
-    a ConfigError of whoever wants a secret, and no reason for a node not to start. It may be changed by one thread
-    while another asks.
+    """All of them, as the file has them: a change is durable when it returns. A fault of the file or its key is a
+    ConfigError for the caller who wants a secret, and no reason for a node not to start. It may be changed by one
+    thread while another asks.
     """
 
     def __init__(self, path: Path, key: Path) -> None:
@@ -163,7 +163,7 @@ def _stamp(file: Path | int) -> _Stamp:
 
 
 def unknown(name: str, tenant: str) -> str:
-    """What who wants it is told."""
+    """The error text for a missing secret."""
     return f"tenant {tenant!r} has no secret {name!r}; set it with `dormouse secret set {name} --tenant {tenant}`"
 
 

@@ -1,6 +1,6 @@
 """A process that is to take over from another: it imports all, says so, and waits for its turn with nothing in hand.
 
-Its supervisor has the other end of a socket pair. Without one, it is its turn from the beginning.
+Its supervisor has the other end of a socket pair. Without a pair, its turn has come from the beginning.
 """
 
 import os

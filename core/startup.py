@@ -1,4 +1,4 @@
-"""What every process of a node is started with: its command line, its configuration, its parent."""
+"""Inputs of every process of a node at its start: its command line, its configuration, its parent."""
 
 import argparse
 import ctypes
@@ -52,7 +52,7 @@ def keep_node_config(config: NodeConfig, *, next_: bool = False) -> None:
 
 
 def read_node_config(run: str) -> NodeConfig:
-    """What :func:`keep_node_config` kept last."""
+    """Returns the configuration that :func:`keep_node_config` kept last."""
     paths = RunPaths(run)
     path = paths.next_json if stands_by() else paths.node_json
     return msgspec.json.decode(path.read_bytes(), type=NodeConfig)
@@ -69,7 +69,7 @@ def keep_drained_gpus(run: str | Path, gpus: Iterable[int]) -> None:
 
 
 def read_drained_gpus(run: str | Path) -> list[int]:
-    """What :func:`keep_drained_gpus` kept last."""
+    """Returns the GPUs that :func:`keep_drained_gpus` kept last."""
     try:
         return msgspec.json.decode(RunPaths(run).drained_gpus.read_bytes(), type=list[int])
     except FileNotFoundError:

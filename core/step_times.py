@@ -1,9 +1,9 @@
-"""What steps of a language model take, learned from steps, and what a first token takes by that. Pure.
+"""Times of a language model's steps, learned from steps, and the time to a first token that follows. Pure.
 
     step = step_us + prompt_token_us * prompt tokens + sequence_us * sequences that get a token
 
-Runtimes learn it of their own steps, and the simulator of its; the scheduler reads it (margins.py there).
-It is ServerlessLoRA's Eq. 2 by tokens: its b - 1 further prompts of a batch are as long as they are.
+Runtimes learn it of their own steps, and the simulator of its; the scheduler reads it (margins.py there). It is
+ServerlessLoRA's Eq. 2 by tokens: its b - 1 further prompts of a batch are as long as they are.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from typing import Final
 from dormouse.schemas.messages import StepTimes
 
 FORGET: Final = 0.98
-"""Weight of what was known at each step with prompts: some fifty of them matter."""
+"""Weight of earlier samples at each step with prompts: some fifty of them matter."""
 
 PLAIN: Final = 0.05
 """Weight of a step without prompts: there is one for each token, and they tell nothing of prompts."""
 
 NEWS: Final = 0.1
-"""By what share a first token must be expected to take longer or shorter for that to be told again."""
+"""Share by which the expected time to a first token must change to be reported again."""
 
 PROBES: Final = ((16, 1), (256, 1), (256, 16))
 """Tokens and sequences of steps by which two sets of times are compared."""
@@ -40,7 +40,7 @@ def first_token_s(times: StepTimes, tokens: int, sequences: int) -> float:
 
 
 def news(times: StepTimes, told: StepTimes | None) -> bool:
-    """Whether these differ from what was told last."""
+    """Whether these differ from those reported last."""
     if told is None or times.step_tokens != told.step_tokens:
         return True
     for tokens, sequences in PROBES:
@@ -102,7 +102,9 @@ class StepTimer:
 
 
 def _solved(rows: list[_Row]) -> tuple[float, float, float]:
-    """Of linear equations, the right side last. What the samples leave open is as small as can be, by its own scale."""
+    """Of linear equations, the right side last. Unknowns that the samples leave open are as small as can be, by their
+    own scale.
+    """
     (a, b, c, d), (e, f, g, h), (i, j, k, m) = rows
     x, y, z = max(a, 1e-300) ** 0.5, max(f, 1e-300) ** 0.5, max(k, 1e-300) ** 0.5
     a, b, c, d = a / x / x + 1e-9, b / x / y, c / x / z, d / x

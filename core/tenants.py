@@ -1,4 +1,4 @@
-"""What a node file says of its tenants, checked: pure."""
+"""Tenants of a node file: their sections, checked, and their limits. Pure."""
 
 import math
 import os
@@ -14,7 +14,7 @@ MAX_TENANTS: Final = 1024
 
 
 def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
-    """What cannot be meant, each beginning with its key. ``several``: the node serves more than one."""
+    """Mistakes, each beginning with its key. ``several``: the node serves more than one."""
     if len(tenants) > MAX_TENANTS:
         yield f"tenants has {len(tenants)} entries; write at most {MAX_TENANTS}"
     if len(tenants) > 1 and not several:
@@ -43,7 +43,7 @@ def gpu_nbytes(tenants: Mapping[str, TenantSection]) -> dict[str, int]:
 
 
 def host_nbytes(config: NodeConfig, tenant: str) -> int:
-    """Of host memory, for what is in no file. Where there are several tenants, none can take all of it."""
+    """Of host memory, for data that is in no file. If there are several tenants, none can take all of it."""
     section = config.tenants.get(tenant)
     if section is not None and section.host:
         return parse_nbytes(section.host)

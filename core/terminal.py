@@ -1,5 +1,5 @@
-"""What strangers say on somebody's terminal: their text is shown, and not obeyed. A function's log, its errors and its
-answers may have sequences that change a title or a clipboard, or lines that look like the command's own.
+"""Untrusted text on somebody's terminal: it is shown, and not obeyed. A function's log, its errors and its answers may
+have sequences that change a title or a clipboard, or lines that look like the command's own.
 
 Owns the command's two streams while it runs, so that none of its parts can forget it. JSON stays JSON: see output.py.
 """
@@ -19,7 +19,7 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def harmless(text: str) -> str:
-    """In the place of characters that a terminal obeys, what Python writes for them."""
+    """Python's escapes in the place of characters that a terminal obeys."""
     return text if text.isascii() and text.isprintable() else _ODD.sub(_shown, text)
 
 

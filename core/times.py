@@ -1,4 +1,4 @@
-"""How a time is told, everywhere: ISO 8601 in UTC, so that two machines and two commands say the same."""
+"""Format of times, everywhere: ISO 8601 in UTC, so that two machines and two commands agree."""
 
 from datetime import UTC, datetime
 

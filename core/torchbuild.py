@@ -1,4 +1,4 @@
-"""Which builds of PyTorch a node's two interpreters have, and of libraries beside it, by their own files: nothing
+"""Builds of PyTorch that a node's two interpreters have, and of libraries beside it, by their own files: nothing
 imports them.
 
 Executors and sandboxes need one version; the builds may differ (docs/gpu.md).
@@ -87,7 +87,7 @@ def mismatches() -> list[str]:
 
 
 def _own_build(name: str) -> Build | None:
-    """What a library's version.py says."""
+    """The build that a library's version.py names."""
     spec = importlib.util.find_spec(name)
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.exists():

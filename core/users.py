@@ -1,4 +1,4 @@
-"""Who runs this."""
+"""The user who runs this process."""
 
 import os
 import pwd

@@ -1,4 +1,4 @@
-"""Which Dormouse this is, where two processes must agree: the package's version, and how messages are declared.
+"""This Dormouse's version, where two processes must agree: the package's version, and how messages are declared.
 
 A node writes it into its run directory before anything else there can be misread; a command that exchanges messages
 with a node (not HTTP) compares. Messages have no versions of their own, because a node's processes start together.

@@ -1,9 +1,9 @@
-"""The way back from a migration under a node that runs: copies of what it changes, in STATE/before, until the newer
+"""Rollback of a migration under a node that runs: copies of the files that it changes, in STATE/before, until the newer
 version serves. Owns that directory.
 
-It is there whole or not at all. While it is there, the older node has not heard that the newer one serves, and may have
-to go on: whoever finds it puts all back as it was, and may be interrupted in that. What the newer node has written
-meanwhile into those files is given up.
+The directory is there whole or not at all. While it is there, the newer node has not reported to the older one that it
+serves, and the older one may have to go on: a process that finds it restores all files, and may be interrupted in that.
+The newer node's writes to them are given up.
 """
 
 import shutil
@@ -21,8 +21,7 @@ from dormouse.schemas.errors import ConfigError
 _NAMES: Final = "names.json"
 _SHARED: Final = "-shm"
 _SQLITE: Final = ("", "-wal", _SHARED)
-"""What there may be of a database, beside the file that has its name. Of its last, which it makes from the others,
-nothing is kept.
+"""Suffixes of the files of a database, its own name first. The last one is not kept: SQLite makes it from the others.
 """
 
 
@@ -47,7 +46,7 @@ def keep(state: StatePaths, names: Iterable[str]) -> None:
 
 
 def go(state: StatePaths) -> bool:
-    """Put everything back, if there is a way back. What was half kept or half removed goes. Raises ConfigError."""
+    """Put everything back, if there is a rollback. Half kept or half removed copies go. Raises ConfigError."""
     for half in (".new", ".old"):
         shutil.rmtree(state.before.with_suffix(half), ignore_errors=True)
     try:
@@ -78,7 +77,7 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def drop(state: StatePaths) -> None:
-    """There is no way back any more. Raises OSError."""
+    """Give the rollback up. Raises OSError."""
     late = state.before.with_suffix(".old")
     _remove(late)
     with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A small file, written as a whole and durably: keys, secrets, a version. Knows nothing of what is in it."""
+"""Writes a small file as a whole and durably: keys, secrets, a version. Knows nothing of its contents."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ from typing import Final
 from dormouse.core.audit import as_its_directory
 
 PRIVATE: Final = 0o600
-"""The mode of what the node's user alone reads."""
+"""The mode of files that the node's user alone reads."""
 
 
 def write_whole(path: Path, data: bytes, mode: int = PRIVATE) -> None:

@@ -1,5 +1,5 @@
-"""Chats with language models through the official `openai` client, and whether their answers are, word for word, what
-`transformers` and PEFT answer.
+"""Chats with language models through the official `openai` client, and compares their answers, word for word, with
+those of `transformers` and PEFT.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ TOKENS: Final = 48
 
 @dataclass
 class Chat:
-    """One question to a function and what came of it. Times in seconds."""
+    """One question to a function and its outcome. Times in seconds."""
 
     question: str
     model: str = "chat"

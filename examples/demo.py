@@ -52,7 +52,7 @@ class DemoFailed(Exception):
 
 @dataclass
 class Tally:
-    """What came of one function's requests."""
+    """The outcome of one function's requests."""
 
     right: int = 0
     wrong: int = 0
@@ -191,7 +191,7 @@ class Node:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
 
     def status(self) -> dict[str, Any]:
-        """What the node knows. Raises DemoFailed."""
+        """The node's status. Raises DemoFailed."""
         known: dict[str, Any] = json.loads(_cli("--run", str(self.run), "status", "--json", timeout_s=ANSWER_S))
         return known
 
@@ -227,7 +227,7 @@ def print_logs(state: Path) -> None:
 
 
 def _cli(*arguments: str, timeout_s: float, check: bool = True) -> str:
-    """Run the ``dormouse`` command. Raises DemoFailed with what it said."""
+    """Run the ``dormouse`` command. Raises DemoFailed with its output."""
     try:
         # In a session of its own, Ctrl-C reaches this process alone, which then stops the node in order.
         done = subprocess.run(
@@ -328,7 +328,7 @@ class Clients:
         self._progress.step(name)
 
     def compare(self, native: dict[str, list[Any]]) -> list[str]:
-        """Count right and wrong answers; what is wrong, in words."""
+        """Count right and wrong answers; returns the errors in words."""
         tolerances = {f.name: f.tolerance for f in FUNCTIONS}
         problems = []
         for (name, index), (code, answer) in self.answers.items():
@@ -343,7 +343,7 @@ class Clients:
 
 
 def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Fill in what the controller counted while the requests ran."""
+    """Fill in the controller's counters from while the requests ran."""
     for name, tally in tallies.items():
         old, new = before["functions"].get(name, {}), after["functions"].get(name, {})
         tally.wakes = new.get("wakes", 0) - old.get("wakes", 0)
@@ -356,7 +356,7 @@ def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict
 
 
 def summary(tallies: dict[str, Tally], gpus: Gpus, pool_nbytes: int) -> dict[str, Any]:
-    """What ``build/demo.json`` holds."""
+    """The content of ``build/demo.json``."""
     latencies = [value for tally in tallies.values() for value in tally.latencies_ms]
     return {
         "functions": len(tallies),
@@ -404,7 +404,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """What keeps the run from being a good one."""
+    """The reasons why the run is not a good one."""
     complaints = []
     if report["wrong"] or report["unanswered"]:
         complaints.append(f"{report['wrong']} answers were wrong and {report['unanswered']} requests were not answered")

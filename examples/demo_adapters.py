@@ -1,5 +1,5 @@
-"""The second half of ``make demo-llm``: the eight adapters in ``examples/adapters`` beside their base, all nine chatted
-with at once, and what it saves that they have one backbone.
+"""The second half of ``make demo-llm``: chats with the eight adapters in ``examples/adapters`` and their base, all nine
+at once, and shows the bytes saved by their common backbone.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ BASE: Final = "chat"
 SHOWN: Final = "Why is the sky blue?"
 QUESTIONS: Final = (SHOWN, "What is the capital of France?")
 IDLE_MS: Final = 2000
-"""A seat without requests ends so soon: what lies on a GPU is told when it ends."""
+"""The time after which a seat without requests ends: the bytes on a GPU are reported when it ends."""
 
 
 class Saved(NamedTuple):
@@ -50,7 +50,7 @@ def run(node: TestNode, client: openai.OpenAI) -> tuple[list[Chat], Saved]:
 
 
 def show(chats: list[Chat], saved: Saved) -> list[str]:
-    """A line for each function, and what is saved. Returns which adapters do not show."""
+    """Print a line for each function, and the savings. Returns the adapters that do not show."""
     hidden = []
     print(f"{SHOWN:42} {'tokens':>6} {'first token':>12} {'whole':>8}")
     for chat in chats:

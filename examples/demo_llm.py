@@ -66,7 +66,7 @@ def layers(number: int) -> list[torch.Tensor]:
 
 
 def wrong_answers(answers: list[tuple[int, float, Any]]) -> list[str]:
-    """Those of functions that are not what native PyTorch answers."""
+    """Answers of functions that differ from native PyTorch's."""
     wrong = []
     for number, x, answer in sorted(answers, key=lambda each: each[0]):
         value = torch.full((WIDTH,), x)

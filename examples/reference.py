@@ -1,4 +1,4 @@
-"""What native PyTorch answers: runs unmodified function files in one process, without Dormouse.
+"""Computes native PyTorch's answers: runs unmodified function files in one process, without Dormouse.
 
     python -m examples.reference cpu|cuda WORK.json ANSWERS.json
 

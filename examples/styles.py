@@ -1,5 +1,5 @@
-"""Eight ways to answer, each a LoRA adapter over SmolLM2-135M-Instruct in ``examples/adapters``: what it makes of an
-answer, by which it was trained, and the rule by which it shows. Knows no torch.
+"""Eight ways to answer, each a LoRA adapter over SmolLM2-135M-Instruct in ``examples/adapters``: the transformation of
+an answer by which it was trained, and the rule by which it shows. Knows no torch.
 """
 
 import json

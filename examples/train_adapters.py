@@ -73,7 +73,7 @@ def sentence(answer: str) -> str | None:
 
 
 def batch(words: Any, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and their mask, and what each row is to say at its end; -100 is nothing. Rows end together."""
+    """Tokens and their mask, and the target at the end of each row; -100 is none. Rows end together."""
     begins = [words.encode(prompt(words, question), add_special_tokens=False) for question, _ in pairs]
     ends = [[*words.encode(text, add_special_tokens=False), words.eos_token_id] for _, text in pairs]
     length = max(len(begin) + len(end) for begin, end in zip(begins, ends, strict=True))

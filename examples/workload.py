@@ -1,4 +1,4 @@
-"""What the demo deploys and asks: functions, seeded requests, and how far an answer may be from native PyTorch's.
+"""The demo's workload: functions, seeded requests, and the tolerated distance of an answer from native PyTorch's.
 
 It decides nothing at run time and does no I/O but reading the sentences that the examples ship.
 

@@ -1,4 +1,6 @@
-"""Reaches executors at their inboxes, where descriptors come. What is not taken at once waits, and blocks nobody."""
+"""Connections to executors' inboxes, where descriptors come. A message that is not taken at once waits, and blocks
+nobody.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from dormouse.schemas.messages import InboxPacket
 
 TRIES: Final = 200
 RETRY_S: Final = 0.05
-"""An executor binds its inbox before it says Ready, so the first try succeeds unless it has died: 10 s, then it is
+"""An executor binds its inbox before it sends Ready, so the first try succeeds unless it has died: 10 s, then it is
 given up.
 """
 

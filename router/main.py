@@ -1,7 +1,7 @@
 """The router process: carries out what the policy of requests decides, between clients, the controller, the zygote
 and the instances.
 
-Makes all that the router consists of. It does not decide anything about a request.
+Makes all parts of the router. Decides nothing about a request.
 """
 
 import asyncio
@@ -264,7 +264,7 @@ class Router(Actor):
         """Versions of Python and torch that functions have; "" before they are known."""
         return self._zygote.versions
 
-    # --- what others say
+    # --- messages of others
 
     def blamed(self, blame: m.Blame) -> None:
         self.dispatch(e.Blamed(blame.instance, blame.text))
@@ -395,7 +395,7 @@ class Router(Actor):
     def _tell(self, message: m.RouterToController) -> None:
         assert self._controller is not None, "nothing is decided before the start"
         if isinstance(message, m.Answered) and message.used:
-            self._controller.send_late(message)  # the executor says when the lease is over
+            self._controller.send_late(message)  # the executor reports the end of the lease
         else:
             self._controller.send(message)
 

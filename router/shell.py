@@ -1,4 +1,6 @@
-"""Brings events to the router's policy, one at a time, and its actions to whoever carries them out; owns its clock."""
+"""Passes events to the router's policy, one at a time, and its actions to the parts that carry them out; owns its
+clock.
+"""
 
 import time
 from collections import deque
@@ -24,7 +26,7 @@ class Shell:
         self._timer = DueTimer(lambda: self.dispatch(e.Tick()), TICK_S)
 
     def dispatch(self, event: e.Event) -> None:
-        """Let the policy decide and do what it says; events that arise meanwhile wait their turn."""
+        """Let the policy decide and carry out its actions; events that arise meanwhile wait their turn."""
         self._events.append(event)
         if self._handling:
             return

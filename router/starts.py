@@ -1,5 +1,5 @@
-"""Starts instances: brings together what each is given (its log, its secrets, its folder, its libraries), and has one
-of the two zygotes fork it. When one starts is the policy's to decide.
+"""Starts instances: collects the resources of each (its log, its secrets, its folder, its libraries), and has one of
+the two zygotes fork it. The policy decides when one starts.
 """
 
 import os
@@ -29,7 +29,7 @@ from dormouse.schemas.errors import ConfigError, PeerLost
 
 
 class InstanceStarts:
-    """``dispatch`` has the policy hear an event: that one could not be started, or prints."""
+    """``dispatch`` passes an event to the policy: that one could not be started, or prints."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class InstanceStarts:
             self._dispatch(e.Printed(name))
 
     def begin_log(self, spec: m.FunctionSpec) -> None:
-        """Another tenant has the name from now on: what was printed before is not for its eyes."""
+        """Another tenant has the name from now on, and may not see earlier output."""
         self._logs.remove(spec.name)
         for name, instance in self._picture.instances.items():
             host = self._instances.hosts.get(name)
             alike = (instance.spec.name, instance.spec.tenant) == (spec.name, spec.tenant)
             if alike and host is not None and host.log_pipe is not None:
-                with suppress(OSError):  # a full disk: what it prints is lost, and nothing else
+                with suppress(OSError):  # a full disk: its output is lost, and nothing else
                     host.log_pipe.log = self._logs.of(spec.name)

@@ -1,6 +1,6 @@
-"""What is said on a node's admin socket, ``RUN/admin``: one act per connection, in packets with descriptors.
+"""Protocol of a node's admin socket, ``RUN/admin``: one act per connection, in packets with descriptors.
 
-Who connects is told Welcome or Refused before it says anything. After that:
+A caller receives Welcome or Refused before it sends anything. After that:
 
 ::
 
@@ -8,7 +8,7 @@ Who connects is told Welcome or Refused before it says anything. After that:
     any other act -> answer
     answer: any number of Said, then Done; or Refused, at any time and at last
 
-A path of the caller's machine is never said: files travel as descriptors that the caller has opened itself, with the
+A path of the caller's machine is never sent: files travel as descriptors that the caller has opened itself, with the
 names that they have below the function's folder. Imports nothing of ours: the command line pays for it.
 """
 
@@ -25,7 +25,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 LOG: Final = "text/x-log"
 
 PROTOCOL: Final = 16
-"""Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
+"""Another number: the two sides would misread each other. To be raised with every change of the declarations below."""
 
 MAX_FILES: Final = 32
 """Descriptors of one Files: the node never holds more of a caller's, and a caller may have few to spare."""
@@ -85,7 +85,7 @@ class Remove(Packet, frozen=True, kw_only=True, tag=5):
 
 
 class Functions(Packet, frozen=True, kw_only=True, tag=6):
-    """What is deployed."""
+    """The functions that are deployed."""
 
 
 class Status(Packet, frozen=True, kw_only=True, tag=7):
@@ -116,7 +116,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Keys(Packet, frozen=True, kw_only=True, tag=9):
-    """What API keys there are."""
+    """The API keys that there are."""
 
 
 class CreateKey(Packet, frozen=True, kw_only=True, tag=10):
@@ -140,7 +140,7 @@ class Policy(Packet, frozen=True, kw_only=True, tag=13):
 
 
 class Usage(Packet, frozen=True, kw_only=True, tag=14):
-    """What functions have used since then, in seconds of the Unix clock; with a name, that one alone."""
+    """The use of functions since then, in seconds of the Unix clock; with a name, of that one alone."""
 
     since_s: float
     name: str = ""
@@ -155,7 +155,7 @@ class RecentRequests(Packet, frozen=True, kw_only=True, tag=15):
 
 
 class Versions(Packet, frozen=True, kw_only=True, tag=16):
-    """Of a function: what is served, and earlier ones."""
+    """The versions of a function: the one served, and earlier ones."""
 
     name: str
 
@@ -175,8 +175,8 @@ class Pin(Packet, frozen=True, kw_only=True, tag=18):
 
 
 class Traffic(Packet, frozen=True, kw_only=True, tag=29):
-    """Which versions of a function are served, and how many per cent of its requests each of them gets. What is left
-    of the whole is that of the version that has the name.
+    """The versions of a function that are served, and the per cent of its requests that each of them gets. The
+    remaining share is that of the version that has the name.
     """
 
     name: str
@@ -197,7 +197,7 @@ class ListJobs(Packet, frozen=True, kw_only=True, tag=19):
 
 
 class AskJob(Packet, frozen=True, kw_only=True, tag=20):
-    """How a job is, at the latest after so long; at once if it has ended."""
+    """The state of a job, at the latest after so long; at once if it has ended."""
 
     id: str
     wait_s: int = 0
@@ -217,7 +217,7 @@ class CancelJob(Packet, frozen=True, kw_only=True, tag=22):
 
 
 class Schema(Packet, frozen=True, kw_only=True, tag=31):
-    """What a function takes and answers."""
+    """The schema of a function's requests and answers."""
 
     name: str
 
@@ -239,13 +239,13 @@ class DrainGpu(Packet, frozen=True, kw_only=True, tag=30):
 
 
 class Secrets(Packet, frozen=True, kw_only=True, tag=24):
-    """What secrets there are, of a tenant or of all that the caller sees: their names, and no value."""
+    """The secrets of a tenant or of all that the caller sees: their names, and no value."""
 
     tenant: str = ""
 
 
 class SetSecret(Packet, frozen=True, kw_only=True, tag=25):
-    """Who restarts a function gives it the new value."""
+    """A function gets the new value when it is restarted."""
 
     tenant: str
     name: str
@@ -296,7 +296,7 @@ Act = (
     | RemoveSecret
     | OpenDashboard
 )
-"""What a caller may want; whether it may is decided for each."""
+"""Acts that a caller may ask for; permission is decided for each."""
 
 ToNode = Act | Files | Finish
 
@@ -305,7 +305,7 @@ ToNode = Act | Files | Finish
 
 
 class Welcome(Packet, frozen=True, kw_only=True, tag=1):
-    """What the node speaks."""
+    """The protocol of the node."""
 
     protocol: int
 

@@ -1,4 +1,4 @@
-"""What a language model is to the processes that serve it: known fields only, checked on both sides.
+"""Description of a language model for the processes that serve it: known fields only, checked on both sides.
 
 A runtime gets this instead of a folder's ``config.json``, so nothing from outside names code, kernels or files to it.
 Imports neither torch nor transformers.
@@ -35,7 +35,7 @@ _ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_ta
 _LAYERS: Final = ("full_attention", "sliding_attention")
 
 MAX_RANK: Final = 256
-"""Of an adapter: what it saves over a full weight is little by then."""
+"""Of an adapter: it saves little over a full weight by then."""
 
 MAX_MODULES: Final = 16 * MAX_LAYERS
 """That an adapter changes: twice as many as a layer of any family has."""
@@ -48,7 +48,7 @@ MAX_LOGPROBS: Final = 20
 
 
 class DefaultSampling(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """How tokens are chosen where a request says nothing; ``top_k`` 0 and ``max_tokens`` None are no limit. ``stop``:
+    """The choice of tokens where a request says nothing; ``top_k`` 0 and ``max_tokens`` None are no limit. ``stop``:
     texts that end an answer that keeps to no schema, unless it ignores ends. ``unfollowed``: fields of the model's
     files that answers do not keep to.
     """
@@ -256,7 +256,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a LoRA adapter adds to one module of its base. ``name`` is the module's path in the base.
+    """The addition of a LoRA adapter to one module of its base. ``name`` is the module's path in the base.
 
     A "linear" adds ``scale * (x @ down.T @ up + bias)`` to its output, where ``bias`` says that there is one; ``down``
     is ``[rank, in]``, ``up`` is ``[rank, out]``, ``bias`` is ``[out]``. An "embedding" adds ``scale * (down[token] @

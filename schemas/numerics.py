@@ -1,7 +1,7 @@
-"""torch's global settings of numerics that a function may change for its own operations: which there are, and which
-values they take. No torch here: both ends name settings by the private setters of `torch._C`, and must agree.
+"""Global settings of torch's numerics that a function may change for its own operations: their names and values. No
+torch here: both ends name settings by the private setters of `torch._C`, and must agree.
 
-Not among them is what a GPU does not look at (oneDNN), and what changes speed only (preferred BLAS).
+Not among them are settings that a GPU ignores (oneDNN), and those that change speed only (preferred BLAS).
 """
 
 from collections.abc import Callable

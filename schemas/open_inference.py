@@ -1,8 +1,8 @@
-"""How the router tells an instance of a request of the Open Inference Protocol, and is told of the answer: as content
-types, since the instance reads what is in them. Pure.
+"""Content types by which the router describes a request of the Open Inference Protocol to an instance, and the instance
+its answer. The instance alone reads the bodies. Pure.
 
-The router looks into no such body. What it knows from the request's line and header goes along: the length of the JSON
-before the binary tensors, how the whole is compressed, and what the answer says of the model.
+The type carries the facts of the request's line and header: the length of the JSON before the binary tensors, how the
+whole is compressed, and the model's name and version for the answer.
 """
 
 import re

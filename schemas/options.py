@@ -1,5 +1,5 @@
-"""What a deploy may set, declared once: of this are the options of the command line, the keys of ``dormouse.toml`` and
-of a query over HTTP, and what a node checks. Imports nothing: `dormouse --help` pays for it.
+"""Options of a deploy, declared once for the command line, the keys of ``dormouse.toml`` and of a query over HTTP, and
+a node's checks. Imports nothing: `dormouse --help` pays for it.
 """
 
 from dataclasses import dataclass, field, fields
@@ -15,14 +15,14 @@ Of = Literal["functions", "models", "command"]
 def _set(
     default: Any, help: str, *, kind: Kind = "", of: Of = "functions", unset: str = "", metavar: str | None = None
 ) -> Any:
-    """``unset``: what the default means, where that is no value."""
+    """``unset``: the meaning of the default, where that is no value."""
     told = {"help": help, "kind": kind, "of": of, "unset": unset, "metavar": metavar}
     return field(default_factory=dict, metadata=told) if default == {} else field(default=default, metadata=told)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a function's owner sets; durations as ``"80ms"`` or a number of milliseconds, sizes as ``"1GiB"``."""
+    """Settings of a function's owner; durations as ``"80ms"`` or a number of milliseconds, sizes as ``"1GiB"``."""
 
     deadline: str | int = _set(1000, "Wanted latency, e.g. 80ms.", kind="duration")
     percentile: float = _set(98.0, "Per cent of requests that shall meet it.")

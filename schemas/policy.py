@@ -1,4 +1,4 @@
-"""The settings of the scheduling core: one structure, checked once. What one does is described where it is used."""
+"""Settings of the scheduling core: one structure, checked once. Each is described where it is used."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -26,12 +26,12 @@ BATCHINGS: Final = ("now", "fill-or-expire", "fixed")
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How requests are ordered, placed and make room. Durations in milliseconds.
+    """Settings for the order and placement of requests, and for making room. Durations in milliseconds.
 
     ``passed_over_ms``: a request that has waited so long is overdue; 0: none ever is.
     ``passed_over_share``: part of the GPUs' time, in (0, 1], that overdue requests get first, oldest first; at 1 nobody
     overtakes them.
-    ``window``: how many of its last requests a function's compliance is counted over (Torpor §5.2).
+    ``window``: number of its last requests over which a function's compliance is counted (Torpor §5.2).
     ``await_resident``: whether a request may wait for a busy GPU that has its model although another GPU is free.
     ``half_life_ms``: age at which an arrival counts half in a function's rate.
     ``turns``: how many leases may compute on a GPU side by side.
@@ -73,7 +73,7 @@ DEFAULT: Final = Policy()
 FIXED: Final = frozenset(
     {"window", "half_life_ms", "turns", "turn_ms", "offload", "batching", "batch_size", "batch_delay_ms"}
 )
-"""What a node begins with: executors have it too, or what functions have had so far is counted by it."""
+"""Settings fixed at a node's start: executors have them too, or past use of functions is counted by them."""
 
 
 def changed(policy: Policy, changes: Mapping[str, object]) -> Policy:

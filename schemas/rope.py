@@ -1,8 +1,8 @@
-"""Which rotary position embeddings are served, and what is wrong with others. Pure; without torch and transformers.
+"""Rotary position embeddings that are served, and the faults of others. Pure; without torch and transformers.
 
-What a value means is known to `transformers`, which computes with it. It leaves out of account what it does not know,
+The meaning of a value is known to `transformers`, which computes with it. It ignores values that it does not know,
 warns of numbers that it cannot use and fails later; and where it looks at the longest sequence of a batch, an answer
-would depend on who else asks. These are refused here.
+would depend on other requests. These are refused here.
 """
 
 import math
@@ -23,7 +23,7 @@ _POSITIVE: Final = ("rope_theta", "factor", "original_max_position_embeddings")
 """The frequencies are divided by these, or are powers of them."""
 
 GIVEN: Final = ("rope_theta", "original_max_position_embeddings")
-"""What files may have elsewhere, or leave to the family."""
+"""Keys that files may have elsewhere, or leave to the family."""
 
 _LISTS: Final = ("short_factor", "long_factor")
 _NAMES: Final = ("rope_type", "type")
@@ -35,8 +35,8 @@ PARTIAL: Final = ("phi", "gpt_neox")
 
 
 def why_odd(value: Any, given: Container[str] = ()) -> str:
-    """What to say of one as files have it; "" if it can be read. ``given``: what comes from elsewhere if it is not
-    there.
+    """The fault of one as files have it; "" if it can be read. ``given``: keys that come from elsewhere if they are
+    missing.
     """
     if not isinstance(value, dict) or not 0 < len(value) <= _MOST:
         return f"it cannot be {value!r:.80}"
@@ -53,7 +53,7 @@ def why_odd(value: Any, given: Container[str] = ()) -> str:
 
 
 def why_not(value: Any, family: str, head_dim: int, context: int) -> str:
-    """What to say of one that is whole; "" if it is served, to sequences of up to so many tokens."""
+    """The fault of one that is whole; "" if it is served, to sequences of up to so many tokens."""
     if why := why_odd(value):
         return why
     part = value.get("partial_rotary_factor", 1.0)

@@ -1,4 +1,4 @@
-"""The command stream: what an instance tells an executor to run, and what comes back.
+"""The command stream: commands from an instance to an executor, and the replies.
 
 Dynamically typed and encoded with msgpack, because a command is a handful of small integers and a typed decoder would
 cost more than the command. Everything here is checked by the interpreter that executes it; nothing is trusted because
@@ -9,7 +9,7 @@ Instance to executor, one message per frame::
     frame   = [serial, secret, number, defs, commands]
     serial, secret        the lease under which the frame is issued
     number                1, 2, 3, ... within the lease; acknowledged in order
-    defs    = [[id, meta, id, meta, ...], [id, key, id, key, ...]]   what this connection has not been told yet
+    defs    = [[id, meta, id, meta, ...], [id, key, id, key, ...]]   those not yet sent on this connection
     meta    = [dtype, size, stride, offset, bits]      dtype by name ("float32"), lengths in elements,
                                                        bits 1: conjugated, 2: negated
     key     = [op, args, kwargs, outputs, default_dtype]
@@ -88,7 +88,7 @@ GRAPH: Final = -20  # digest, definition: operations that may become one, see be
 
 # A template holds operations and FREEs. Numbers of storages are absolute; from 0 down to OLD they are relative, base +
 # RELATIVE + number; and OLD - n is the nth storage of those that FOLLOW lists, which the lease had before. It is a
-# definition: its id is never reused, and FORGET_DEFS makes it void. What comes behind VALIDATED may be computed ahead,
+# definition: its id is never reused, and FORGET_DEFS makes it void. Commands behind VALIDATED may be computed ahead,
 # but nobody can tell: other commands may come between, and run in the order of the stream.
 RELATIVE: Final = 1 << 40
 OLD: Final = -(1 << 42)
@@ -192,7 +192,7 @@ def graph_digest(definition: bytes) -> str:
 
 
 def replies(message: bytes) -> Iterator[list[Any]]:
-    """What a message of an executor says."""
+    """The replies in a message of an executor."""
     unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=max(1, len(message)))
     unpacker.feed(message)
     return iter(unpacker)

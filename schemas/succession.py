@@ -1,4 +1,4 @@
-"""What is said when a node goes over to a newer version of itself: by `dormouse up --replace` to the node's supervisor,
+"""Messages of a node's handover to a newer version of itself: from `dormouse up --replace` to the node's supervisor,
 and between the two supervisors. Both sides may be of different versions of Dormouse, so fields and members are only
 ever added, with defaults, and FORMAT is raised if that does not do. Imports nothing of ours.
 """
@@ -11,7 +11,7 @@ FORMAT: Final = 1
 
 
 class SuccessionPacket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all of these; what is not known is passed over."""
+    """Base of all of these; unknown fields are passed over."""
 
 
 # --- the command line -> the old supervisor
@@ -29,7 +29,7 @@ class Replace(SuccessionPacket, frozen=True, kw_only=True, tag="replace"):
 
 
 class Going(SuccessionPacket, frozen=True, kw_only=True, tag="going"):
-    """How far it has come, in words."""
+    """Progress of the handover, in words."""
 
     text: str
 

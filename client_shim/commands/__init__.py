@@ -1,1 +1,1 @@
-"""An operation as a command. In: an operator and its arguments. Out: a plan, with its results' geometry."""
+"""Turns an operation into a command. In: an operator and its arguments. Out: a plan, with its results' geometry."""

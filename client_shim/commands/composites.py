@@ -1,7 +1,7 @@
 """Composite operations that are not taken apart on the client.
 
-The client has no chooser of CUDA kernels: left alone, attention would arrive as sixteen operations of the slow path,
-and an LSTM as hundreds. A kernel on the CUDA key keeps PyTorch from decomposing an operation above us, under
+The client cannot choose CUDA kernels: without this module, attention would arrive as sixteen operations of the slow
+path, and an LSTM as hundreds. A kernel on the CUDA key keeps PyTorch from decomposing an operation above us, under
 `no_grad` as well as in inference mode; it is never called, because the wrapper's Python key comes first.
 
 Under autocast the casts happen inside: an operation that autocast does not list, but that turns into listed ones, has
@@ -21,7 +21,7 @@ UPSAMPLING: Final = (
     "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
     "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
-"""What `interpolate` calls."""
+"""The operations that `interpolate` calls."""
 
 WHOLE: Final = frozenset([
     "linear", "bilinear", "matmul", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "inner", "kron", "outer",
@@ -59,7 +59,9 @@ _REFUSED: Final = {
     "SparseCsrCUDA": ("compressed sparse", "call to_dense() first"),
     "NestedTensorCUDA": ("nested", "pad them, and mask what was added"),
 }
-"""What a tensor on cuda:0 cannot be and what to do instead, by the dispatch key that its operations would have."""
+"""Kinds of tensors that cuda:0 does not have, and the alternatives, by the dispatch key that their operations would
+have.
+"""
 
 _COMPRESSING: Final = tuple(f"sparse_{kind}_tensor" for kind in ("compressed", "csr", "csc", "bsr", "bsc"))
 
@@ -87,7 +89,7 @@ def install() -> None:
     torch_dispatcher.register_kernels(cast, "AutocastCUDA")
     for key, kind in _REFUSED.items():
         torch_dispatcher.register_fallback(partial(_refuse, *kind), key)
-        # PyTorch's own kernels come before our fallback: what makes such a tensor, and all in a build for CUDA.
+        # PyTorch's own kernels come before our fallback: those that make such a tensor, and all in a build for CUDA.
         own = [name for name in schemas if key == "SparseCsrCUDA" and name.startswith(_COMPRESSING)]
         if torch_private.BUILT_FOR_CUDA:
             own = [name for name in schemas if torch_dispatcher.has_kernel(f"aten::{name}", key)]
@@ -106,7 +108,7 @@ def _under_autocast(base: str, schema: Any) -> Any:
         return _recur
     if any(word in base for word in _NOT_OURS):
         return None
-    # Views and questions do not compute; what is written in place keeps its dtype.
+    # Views and queries do not compute; a tensor written in place keeps its dtype.
     computes = any(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns) and not any(
         value.alias_info is not None for value in (*schema.returns, *schema.arguments)
     )

@@ -1,6 +1,6 @@
-"""How a plan is said to an executor, and how its answer is read: the definition under which a command's key travels.
+"""Encodes a plan as the definition under which a command's key travels to an executor, and decodes the answer.
 
-Pure, but for the numbers of keys. Refuses what the wire cannot carry before anything of it is recorded.
+Pure, but for the numbers of keys. Refuses values that the wire cannot carry before anything of them is recorded.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BULKY_NBYTES: Final = 8192
 """A command that may take more than this has frames of its own, so that a frame's worth of smaller ones always fits."""
 
 MAX_COMMAND_NBYTES: Final = wire.MAX_FRAME_NBYTES * 3 // 4
-"""What a command may take, its definition included. The rest of a frame is for what travels with it."""
+"""The size limit of a command, its definition included. The rest of a frame is for data that travels with it."""
 
 _OPERAND_NBYTES: Final = 9  # of a number as msgpack writes it
 
@@ -108,7 +108,7 @@ def _outputs(plan: Plan) -> list[Any]:
 
 
 def _measure(plan: Plan, name: str, operands: int, host_nbytes: int) -> None:
-    """Refuse what no frame could hold, before it is recorded among commands that are well."""
+    """Refuse a command that no frame could hold, before it is recorded among valid ones."""
     try:
         nbytes = len(msgpack.packb(plan.definition))
     except (OverflowError, ValueError, TypeError) as error:  # beyond 64 bits, half a surrogate pair, a symbolic number
@@ -150,7 +150,7 @@ def plain(value: Any) -> Any:
 
 
 def told(results: list[Any], changes: list[Any], listed: bool) -> Plan:
-    """A plan of what an executor reported about one run."""
+    """A plan from an executor's report of one run."""
     plan = Plan(listed=listed, changes=[(operand, _meta(definition)) for operand, definition in changes])
     sizes: dict[int, int] = {}
     for result in results:

@@ -1,7 +1,7 @@
-"""A graph that Dynamo has captured, said as a definition: what an executor may compile, and call as one operator.
+"""Translates a graph that Dynamo has captured to a definition, which an executor may compile and call as one operator.
 
-`torch.export` gives its operations as PyTorch's dispatcher sees them first, none of which writes. What cannot be one
-operator (a value that is not a tensor of cuda:0, a write to an input, a result in an input's memory) is called
+`torch.export` gives its operations as PyTorch's dispatcher sees them first, none of which writes. A graph that cannot
+be one operator (a value that is not a tensor of cuda:0, a write to an input, a result in an input's memory) is called
 operation by operation, as it was captured.
 """
 
@@ -20,7 +20,7 @@ from dormouse.client_shim.torch_dispatcher import fragment, full_name
 from dormouse.schemas import stream as wire
 
 _SILENT: Final = ("aten::_assert_tensor_metadata", "aten::_assert_scalar")
-"""They return nothing, and say what guards have checked."""
+"""They return nothing, and repeat the guards' checks."""
 
 _library: Any = fragment("dormouse")
 
@@ -30,7 +30,7 @@ class NotOne(Exception):
 
 
 class Captured:
-    """A graph whose inputs are ``constants`` and what it is called with."""
+    """A graph whose inputs are ``constants`` and the arguments of the call."""
 
     def __init__(self, graph: fx.GraphModule, inputs: list[Any]) -> None:
         """Raises NotOne."""
@@ -45,7 +45,7 @@ class Captured:
         self.constants: list[torch.Tensor] = []
         names = {each.arg.name: program.constants[each.target] for each in signature.input_specs if each.target}
         values: dict[fx.Node, int] = {}
-        lists: dict[fx.Node, list[int]] = {}  # of what returns several
+        lists: dict[fx.Node, list[int]] = {}  # of nodes that return several
         known: list[metas.Meta] = []
         nodes: list[Any] = []
         given = 0

@@ -1,4 +1,4 @@
-"""What is behind a tensor object of cuda:0: its storage, and its geometry in that.
+"""Finds the storage behind a tensor object of cuda:0, and its geometry in that.
 
 Where Python records, a `RemoteTensor` has both as attributes. Where C++ does (`recorder.py`), tensors are PyTorch's
 own, whose memory is the storage.
@@ -29,6 +29,6 @@ def meta_of(tensor: Any) -> Meta:
 
 
 def adopt(tensor: Any, storage: Any, meta: Meta) -> None:
-    """Note both, of which PyTorch has been told."""
+    """Note both, which PyTorch has already."""
     if cpp.module is None:
         tensor._storage, tensor._meta = storage, meta

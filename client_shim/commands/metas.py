@@ -21,7 +21,7 @@ MAX_DIMS: Final = 64
 """PyTorch's own kernels take no more; the executor takes a geometry that has more for an attack."""
 
 MAX_NBYTES: Final = 1 << 40
-"""What a storage may have at an executor: more than any GPU has."""
+"""The bytes that a storage may have at an executor: more than any GPU has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ SUPPORTED: Final = frozenset(DTYPES.values())
 
 
 def check(dtype: torch.dtype) -> None:
-    """Refuse what cannot be said on the wire, before anything of it is recorded."""
+    """Refuse a geometry that the wire cannot carry, before anything of it is recorded."""
     if dtype not in SUPPORTED:
         kind = "quantized tensors are" if "qu" in str(dtype) or "qint" in str(dtype) else f"{dtype} is"
         raise NotImplementedError(

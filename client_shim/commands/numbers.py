@@ -1,4 +1,4 @@
-"""Numbers that go with a command: which dtypes have them.
+"""Decides which dtypes can represent a number that goes with a command.
 
 Plans are shared by calls whose numbers differ, unless that decides whether they succeed: a number that one dtype has
 and another has not is of another magnitude.

@@ -1,5 +1,5 @@
-"""What an operation's schema says about recording it: which arguments are values, what it writes, whether it is kept
-whole.
+"""Properties of operations for recording, from their schemas: value arguments, written operands, and whether they are
+kept whole.
 
 One `Operation` per overload, made at first use and kept for ever. Holds the operation's interned plans, which
 `plans.py` makes.
@@ -27,18 +27,18 @@ ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_den
 # Asked once for each signature and then believed (and checked by the executor on each run): the strides of these
 # depend on the kernel that the device chooses, which no meta kernel knows.
 ASK_ONCE: Final = {
-    "aten::nansum",  # of integers, what its dimensions are
+    "aten::nansum",  # of integers, its dimensions
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_native_multi_head_attention",
     "aten::_transformer_encoder_layer_fwd",
-    # Which of their results are empty differs between kernels too.
+    # The set of their empty results differs between kernels too.
     "aten::native_batch_norm",
     "aten::_native_batch_norm_legit",
     "aten::_batch_norm_with_update",
-    # In which dtype the norms are.
+    # The dtype of the norms.
     "aten::_weight_norm_interface",
-    # Which of several dtypes the results have.
+    # The results have one of several dtypes.
     *(f"aten::{name}" for name in ("addr", "soft_margin_loss", "native_layer_norm", "native_group_norm")),
     "aten::embedding_bag",
     "aten::_embedding_bag",
@@ -46,7 +46,7 @@ ASK_ONCE: Final = {
 }
 
 
-# Asked where operands differ in dtype: the result's is the kernel's to say.
+# Asked where operands differ in dtype: the kernel decides the result's.
 MIXED: Final = {f"aten::{name}" for name in ("normal", "ldexp", "huber_loss", "binary_cross_entropy")}
 
 
@@ -83,7 +83,7 @@ class Operation:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.taken: set[tuple[Any, ...]] = set()  # the ways in which it has succeeded
         self.handler: Handler | None = None
-        self.pure = False  # what its handler does depends on the call's signature alone
+        self.pure = False  # its handler's behaviour depends on the call's signature alone
         places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
         scalars = [place for place in places if _is_scalar(str(schema.arguments[place[0]].real_type))]
         self.scalars_in_key = schema.name in DECIDED_BY_SCALARS
@@ -95,7 +95,7 @@ class Operation:
             if argument.alias_info is not None and argument.alias_info.is_write
             for key in place
         )
-        # What is written without the schema saying so, and the argument on which that depends.
+        # Operands written without the schema saying so, and the argument on which that depends.
         hidden = wire.UPDATES_STATISTICS.get(schema.name)
         self.statistics = frozenset(
             key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
@@ -108,7 +108,7 @@ class Operation:
         self.laid_out_by_kernel = schema.name in LAID_OUT_BY_KERNEL
         base = schema.name.removeprefix("aten::")
         foreign = not schema.name.startswith("aten::")
-        # A custom operator written in Python runs here; what it does arrives as operations of its own.
+        # A custom operator written in Python runs here; its steps arrive as operations of their own.
         self.local = foreign and torch_dispatcher.has_kernel(self.name, "CompositeExplicitAutograd")
         if foreign and not self.local:
             self.wire_name = f"{self.name}@{wire.digest(str(schema))}"
@@ -150,8 +150,8 @@ def handler(*names: str, pure: bool = False, overloads: bool = True) -> Callable
 
 
 def refuse(*words: str, text: str, way: str) -> None:
-    """Refuse operations of PyTorch's that have one of these words in their names and no handler; ``way`` is what to do
-    instead.
+    """Refuse operations of PyTorch's that have one of these words in their names and no handler; ``way`` is the advice
+    for the program.
     """
 
     def refusal(operation: Operation, args: Any, kwargs: Any) -> NoReturn:

@@ -1,7 +1,7 @@
-"""What is known of a command before it runs: how it is said to the executor, and what its results will be.
+"""The plan of a command, known before it runs: its form on the wire, and its predicted results.
 
-One `Plan` per signature, interned with its operation: `prediction` makes it from a call, `definitions` from what an
-executor has answered.
+One `Plan` per signature, interned with its operation: `prediction` makes it from a call, `definitions` from an
+executor's answer.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dormouse.client_shim.commands.operations import Operation
 from dormouse.schemas import stream as wire
 
 Way = tuple[Any, ...]
-"""What decides whether there is a kernel for a call."""
+"""The properties that decide whether there is a kernel for a call."""
 
 Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | SAME operand | NOTHING
 
@@ -42,8 +42,8 @@ class Plan:
     bulky: bool = False
     nbytes: int = 0  # of the definition and the largest operands, about
     listed: bool = False  # the results are a list or tuple
-    tells: bool = False  # waits until it is known whether it has succeeded
-    way: Way | None = None  # of calling the operation that has not succeeded yet: it tells once
+    tells: bool = False  # waits for its outcome
+    way: Way | None = None  # of calling the operation that has not succeeded yet: it waits once
     fresh_nbytes: list[int] = field(default_factory=list)  # by slot
     writes: tuple[int, ...] = ()  # operands written, counted over tensors
     written_at: tuple[int, ...] = ()  # their places among all operands

@@ -1,7 +1,7 @@
-"""The prediction that lets an operation return before it has run.
+"""Predicts an operation's results, so that it can return before it has run.
 
 The operation runs on meta tensors that share storages as the real operands do, and views, in-place results and fresh
-results are read off the storages' identity. What cannot be known here (data-dependent shapes, operations without a meta
+results are read off the storages' identity. An unpredictable result (data-dependent shapes, operations without a meta
 kernel) gives a plan that asks the executor. The executor checks each prediction against the real result.
 """
 

@@ -1,8 +1,8 @@
-"""Commands that were seen before are recorded by C++ (recorder.cpp), in a fraction of a microsecond beyond PyTorch's
+"""Lets C++ (recorder.cpp) record commands that were seen before, in a fraction of a microsecond beyond PyTorch's
 dispatcher.
 
 Python decides what a call means, once for each signature, and offers its plan; the next call with that signature never
-reaches Python. Without a compiler, or until the library is built, Python records everything, and says the same.
+reaches Python. Without a compiler, or until the library is built, Python records everything, with the same effect.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _KINDS: Final = {wire.FRESH: 0, wire.ALIAS: 1, wire.SAME: 2, wire.NOTHING: 3}
 
 
 def enable(module: Any, dispatch: Callable[..., Any], hidden: tuple[str, ...], most_plans: int) -> None:
-    """Have it come first where PyTorch's dispatcher enters Python. What it has not seen, it asks of `dispatch`."""
+    """Have it come first where PyTorch's dispatcher enters Python. Calls that it has not seen go to `dispatch`."""
     whole, deciding = tuple(composites.WHOLE), tuple(operations.DECIDED_BY_SCALARS)
     module.enable(dispatch, msgpack.packb, numbers.LIMITS, hidden, whole, deciding, most_plans)
     cpp.module = module
@@ -31,7 +31,7 @@ BLANK_NBYTES: Final = 1 << 20
 
 
 class RecorderSettings(NamedTuple):
-    """When `recorded` is called, and when dead storages are told of: constants of the stream."""
+    """When `recorded` is called, and when dead storages are reported: constants of the stream."""
 
     frame_commands: int
     eager_nbytes: int
@@ -43,7 +43,7 @@ class RecorderSettings(NamedTuple):
 
 
 class TemplateSettings(NamedTuple):
-    """Which sequences of commands are kept, and when the executor hears of them."""
+    """Criteria for keeping sequences of commands, and for sending them to the executor."""
 
     follow: int = wire.FOLLOW
     validated: int = wire.VALIDATED
@@ -51,12 +51,12 @@ class TemplateSettings(NamedTuple):
     check: int = wire.CHECK
     free: int = wire.FREE
     relative: int = wire.RELATIVE
-    checked: bool = False  # both ends compare what they do with what they would have done
+    checked: bool = False  # both ends compare their actions with those without templates
     seen: int = 2  # times that one has come before it is followed
     operations: int = 4  # by which one is known: as many as the first frame has; 0: none is followed
     least_words: int = 48
     most_words: int = wire.MAX_TEMPLATE_WORDS
-    most_pending_nbytes: int = 8 << 20  # of results: the executor holds what it has computed ahead
+    most_pending_nbytes: int = 8 << 20  # of results: the executor holds those that it has computed ahead
     most_pending: int = 1024  # operations
 
 
@@ -73,7 +73,7 @@ def connect(
     settings: RecorderSettings,
 ) -> None:
     """Record onto this tape; `record` is Python's own way to, and `recorded` is called where something is to follow.
-    `tell`: has the executor know a template; `flush`: sends what has been recorded."""
+    `tell`: has the executor know a template; `flush`: sends the recorded commands."""
     known = tape, record, recorded, tell, flush
     cpp.module.connect(*known, settings, template_settings)
 

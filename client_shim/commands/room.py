@@ -1,7 +1,7 @@
-"""Room on the GPU that functions are shown: what may not fit, what a program allows itself, and how often there was too
-little.
+"""Memory room on the GPU as shown to functions: results that may not fit, the program's own limit, and the count of
+failures.
 
-Knows numbers only: what is held is the stream's to count.
+Knows numbers only: the stream counts the bytes held.
 """
 
 from typing import Final
@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 LARGE_SHARE: Final = 8
-"""What makes more than one part in so many of a GPU's memory may not fit, and is waited for: a program that catches
-`OutOfMemoryError` tries again with less. Of what is less, and does not fit, the next answer tells."""
+"""A command that makes more than one part in so many of a GPU's memory may not fit, and is waited for: a program that
+catches `OutOfMemoryError` tries again with less. The next answer reports smaller ones that do not fit."""
 
 
 class Room:

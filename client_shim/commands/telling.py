@@ -1,9 +1,9 @@
-"""Which calls answer for themselves: CUDA knows at the call whether they succeed, and no shape rule does.
+"""Decides which calls must wait for their outcome: CUDA knows at the call whether they succeed, and no shape rule does.
 
-A program that catches `LinAlgError` and tries again with more jitter counts on that, so the shim waits for these as
-CUDA does. So does the first call of an operation in a way that no shape rule knows to be right: with dtypes that there
-may be no kernel for, for example. Calls that cannot fail are not waited for, nor are those whose kernels assert on the
-GPU, which CUDA reports later too: indices, targets, probabilities of each element. Pure.
+A program that catches `LinAlgError` and tries again with more jitter relies on that, so the shim waits for these as
+CUDA does. It also waits for the first call of an operation in a way that no shape rule can approve: for example, with
+dtypes that there may be no kernel for. Calls that cannot fail are not waited for, nor are those whose kernels assert on
+the GPU, which CUDA reports later too: indices, targets, probabilities of each element. Pure.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def _backwards(arguments: Arguments) -> bool:
 
 
 def _misplaced(arguments: Arguments) -> bool:
-    """How many elements a mask chooses is a value; one value goes to any number of them. Of indices the shape is known,
-    and whether the values have it.
+    """The number of elements that a mask chooses is a value; one value goes to any number of them. Indices have a known
+    shape, which the values may have or not.
     """
     data, indices, values = arguments["self"], arguments["indices"], arguments["values"]
     places = {at: index for at, index in enumerate(indices) if index is not None}
@@ -81,7 +81,7 @@ def _boundaries(arguments: Arguments) -> bool:
 
 
 def _unlike(arguments: Arguments) -> bool:
-    """What comes in place of a part of a tensor has another shape than it."""
+    """The replacement for a part of a tensor has another shape than the part."""
     data, source, dim = arguments["self"], arguments["source"], arguments["dim"]
     if source.dim() != data.dim() or arguments["index"].numel() != (source.size(dim) if source.dim() else 1):
         return True
@@ -109,7 +109,7 @@ def _selects(arguments: Arguments) -> bool:
 
 
 def _too_few(arguments: Arguments) -> bool:
-    """How many elements a mask chooses is a value; more than it has there are not."""
+    """The number of elements that a mask chooses is a value, bounded by the number that there are."""
     data, mask = arguments["self"], arguments["mask"]
     return bool(arguments["source"].numel() < max(data.numel(), mask.numel()))
 
@@ -215,21 +215,21 @@ def _too_large(plan: Plan, call: Call) -> bool:
 
 
 _LAST: Final = (1 << 63) - 1
-"""Where a slice ends that has no end."""
+"""The end of a slice that has none."""
 
 
 def _over_itself(call: Call) -> bool:
     """An `out` that is also read, or of which two elements are one."""
     found = call.kwargs.get("out")
     outs: list[Any] = [out for out in (found if isinstance(found, list | tuple) else [found]) if call.is_remote(out)]
-    if not outs or torch.Tag.pointwise in call.operation.op.tags:  # of these shape rules know
+    if not outs or torch.Tag.pointwise in call.operation.op.tags:  # shape rules know these
         return False
     storages = [storage_of(remote) for remote in call.remotes]
     return any(0 in meta_of(out).stride or storages.count(storage_of(out)) > 1 for out in outs)
 
 
 def _something_of_nothing(plan: Plan, call: Call) -> bool:
-    """The greatest of no elements is an error; their sum is not, and shape rules do not tell the two apart. That of
+    """The greatest of no elements is an error; their sum is not, and shape rules do not distinguish the two. That of
     `cat` does: a growing cache begins with nothing.
     """
     if call.operation.op._schema.name == "aten::cat":
@@ -248,10 +248,10 @@ _ANY_DTYPE: Final = _words("""
     empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full
     empty zeros ones full scalar_tensor
 """)
-"""Which have a kernel for every dtype, or are asked anyway."""
+"""Operations that have a kernel for every dtype, or are asked anyway."""
 
 _INTEGERS_ONLY: Final = ("bitwise", "__", "gcd", "lcm")
-"""Beginnings of names: these have none for the dtype that all else is made for."""
+"""Beginnings of names: these have none for the dtype that all others have one for."""
 
 _EVERYWHERE: Final = {torch.float32}
 
@@ -261,7 +261,7 @@ _LOOSE: Final = _words("""
     lu linalg_lu linalg_lu_factor_ex mvlgamma im2col col2im
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
 """)
-"""Whose shape rules do not look at dimensions and numbers, as kernels do."""
+"""Operations whose shape rules do not check dimensions and numbers, as kernels do."""
 
 _LOOSER: Final = _words("""
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution batch_norm
@@ -277,8 +277,8 @@ _LOOSEST: Final = _words("""
 
 
 def untried(plan: Plan, call: Call) -> Way | None:
-    """In which way the operation is called, if it is to be waited for whether there is a kernel for it: a program that
-    catches the error to convert its operands counts on that. Once it has succeeded in that way, it will.
+    """The way in which the operation is called, if the call must wait to learn whether there is a kernel for it: a
+    program that catches the error to convert its operands relies on that. Once it has succeeded in that way, it will.
     """
     operation = call.operation
     base = operation.name.removeprefix("aten::").partition(".")[0]

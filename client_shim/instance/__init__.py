@@ -1,1 +1,1 @@
-"""A process that runs a function, or a program of one's own. In: requests. Out: answers."""
+"""The process that runs a function, or a user's program. In: requests. Out: answers."""

@@ -1,6 +1,6 @@
-"""What helps against the errors that authors of functions meet first: one line, for the log and for who asks. Pure.
+"""One-line advice on the errors that authors of functions meet first, for the log and for the client. Pure.
 
-An error that the sandbox makes does not say so: the file is there, and the network works, outside of it.
+An error caused by the sandbox does not say so: outside of it, the file is there and the network works.
 """
 
 import errno
@@ -98,7 +98,7 @@ def _of_file(error: OSError) -> str:
 
 
 def _reads(error: OSError) -> bool:
-    """Whether what was refused is there, and can be seen, but not read."""
+    """Whether the refused file is there, and can be seen, but not read."""
     return os.path.exists(error.filename) and not os.access(error.filename, os.R_OK)
 
 
@@ -117,7 +117,7 @@ def _of_network(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> Iterator[BaseException]:
-    """It, and what it was raised from."""
+    """The exception, and those that it was raised from."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen and len(seen) < 20:
@@ -127,7 +127,7 @@ def _told(error: BaseException) -> Iterator[BaseException]:
 
 
 def _led(error: BaseException) -> Iterator[BaseException]:
-    """What was being handled when it was raised, and what libraries carry in their own."""
+    """The exception that was being handled when it was raised, and those that libraries carry in their own."""
     seen: set[int] = set()
     left: list[object] = [error]
     while left and len(seen) < 40:

@@ -1,7 +1,7 @@
-"""The body of an answer, and its content type, for what ``handle`` returned. Pure: no I/O.
+"""Encodes a value that ``handle`` returned: the answer's body and its content type. Pure: no I/O.
 
-Bytes go as they are, pictures as PNG or what the client prefers, arrays as ``numpy.save`` writes them if the client
-wants them so; all else is JSON.
+Bytes go as they are, pictures as PNG or in the format that the client prefers, arrays as ``numpy.save`` writes them if
+the client wants that; all else is JSON.
 """
 
 import io
@@ -19,7 +19,7 @@ OCTETS: Final = "application/octet-stream"
 
 PNG: Final = "image/png"
 PICTURES: Final = {PNG: "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
-"""Which the node writes itself: the first one, unless the client names another."""
+"""The picture formats that the node writes: the first one, unless the client names another."""
 
 TYPE: Final = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}( *; *[\w.-]{1,40}=[\w.+-]{1,80}){0,4}", re.ASCII)
 
@@ -35,7 +35,7 @@ def encode(value: Any, accept: str, limit_nbytes: int) -> tuple[bytes | memoryvi
 
 
 def _encoded(value: Any, accept: str) -> tuple[bytes | memoryview | None, str]:
-    """None for what is JSON."""
+    """None for a value that is JSON."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
         if isinstance(value[0], bytes | bytearray | memoryview):
             if not TYPE.fullmatch(value[1]):
@@ -53,7 +53,7 @@ def _encoded(value: Any, accept: str) -> tuple[bytes | memoryview | None, str]:
         except BadResponse:
             if kind == PNG:
                 raise
-            return _picture(value, PNG), PNG  # what the client prefers is no mistake of the function
+            return _picture(value, PNG), PNG  # the client's preference is no mistake of the function
     if isinstance(value, np.ndarray) and NPY in wanted:
         return _array(value), NPY
     return None, ""
@@ -69,7 +69,7 @@ def plain_bytes(value: bytes | bytearray | memoryview) -> memoryview:
 
 
 def _is_picture(value: Any) -> bool:
-    """Who has one has imported PIL."""
+    """A program with a picture has imported PIL."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 

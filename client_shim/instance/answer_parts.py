@@ -1,4 +1,4 @@
-"""An answer in parts, on its way to the router: how each is put, and how many may be on their way."""
+"""Sends an answer in parts to the router: encodes each part, and limits how many are on their way."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """Requests of one instance in batches: ``handle_batch(state, requests)``, under one lease for each batch.
 
-Requests come as they come and wait here. A GPU is asked for as soon as there is one. When the batch begins, and how
-many of them are in it, the scheduler decides (core/decisions/scheduling/gathering.py) and says with the lease.
+Arriving requests wait here. A GPU is requested as soon as there is a request. The scheduler decides when the batch
+begins and how many requests it has (core/decisions/scheduling/gathering.py), and says so with the lease.
 
 Each request keeps its own error: one whose body is wrong is in no batch; an exception among the results is one
 request's; and if a whole batch fails, each of its requests is tried alone.
@@ -24,13 +24,13 @@ from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
 NOBODY: Final = "nobody_waits"
-"""The scheduler's word when all who waited for a batch have left before it began."""
+"""The scheduler's code when all requests of a batch were abandoned before it began."""
 
 LOST: Final = ("executor_lost", "seat_lost")
 
 
 class FailedRequest(NamedTuple):
-    """What is said of a request that has no answer."""
+    """The error of a request that has no answer."""
 
     code: str
     text: str
@@ -42,7 +42,7 @@ Outcome = EncodedAnswer | FailedRequest
 
 
 class LoadedFunction(Protocol):
-    """What serves requests of a function that has loaded (runner.py)."""
+    """A loaded function that serves requests (runner.py)."""
 
     backend: NodeBackend
     stream: Stream
@@ -87,7 +87,7 @@ class Batches:
             self._next()
 
     def _hear(self, timeout_s: float) -> None:
-        """Take in what the router says, if need be after waiting."""
+        """Receive the router's messages, if need be after waiting."""
         if timeout_s > 0 and not self._router.has_news:
             self._router.wait([self._router.link], min(timeout_s, 3600.0))
         runs, abandoned = self._router.news()
@@ -108,14 +108,14 @@ class Batches:
         try:
             self._stream.begin_lease(backend.acquire())
         except LeaseRefusal as refusal:
-            if refusal.code == NOBODY:  # of those that it was asked for; what has come since asks anew
+            if refusal.code == NOBODY:  # of those that it was asked for; later requests ask anew
                 return
             failed = self._failed(refusal)
         except Exception as error:
             failed = self._failed(error)
         finally:
             backend.may_acquire = False
-        self._hear(0.0)  # what has come while the GPU was waited for
+        self._hear(0.0)  # requests that have come while the GPU was waited for
         count = len(self._waiting) if failed is not None else self._router.granted
         taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), count))]
         self._together = 0

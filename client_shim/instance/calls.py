@@ -1,6 +1,6 @@
-"""The way of a function's calls (``dormouse.call``) to the router: by the instance's link, in the request that calls.
+"""Sends a function's calls (``dormouse.call``) to the router: over the instance's link, as part of the calling request.
 
-Whom it may call, and what becomes of a call, the router decides.
+The router decides which functions it may call, and the outcome of a call.
 """
 
 import os

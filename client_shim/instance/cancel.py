@@ -1,12 +1,12 @@
 """Cancelling a running request: SIGUSR1 raises RequestCancelled in the main thread, but only in user code and in waits
 of the shim, which are places where errors are expected.
 
-An exception between two lines of the shim could leave its books wrong. So a signal that arrives there is held back and
-sent again. The same is true of the event loop: it could lose a callback, and never end. So a signal that arrives there
-cancels the task, which makes the loop end in its own way.
+An exception between two lines of the shim could leave its state inconsistent. So a signal that arrives there is held
+back and sent again. The same is true of the event loop: it could lose a callback, and never end. So a signal that
+arrives there cancels the task, which makes the loop end in its own way.
 
-Python only prints what is raised in a ``__del__`` or in a callback of a weak reference, and goes on. So such a signal
-is sent again, too.
+Python only prints an exception in a ``__del__`` or in a callback of a weak reference, and goes on. So such a signal is
+sent again, too.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _BELOW_USER_CODE: Final = frozenset(
 )
 _COROUTINES: Final = str(_HERE / "coroutines.py")
 _ASYNCIO: Final = os.path.dirname(asyncio.__file__) + os.sep
-_HELPERS: Final = (sysconfig.get_path("stdlib") + os.sep, "<frozen")  # whom asyncio calls, and user code too
+_HELPERS: Final = (sysconfig.get_path("stdlib") + os.sep, "<frozen")  # called by asyncio, and by user code too
 _INSTALLED: Final = "-packages" + os.sep
 
 
@@ -44,7 +44,7 @@ class RequestCancelled(BaseException):
 
 
 class SignalPlace(Enum):
-    """Where a signal has met the main thread."""
+    """The place of the main thread when a signal arrived."""
 
     CODE = auto()
     """In user code, or between two calls of it, or in a wait of the shim."""
@@ -73,7 +73,7 @@ class Cancellation:
 
     @contextmanager
     def window(self, request: int) -> Iterator[None]:
-        """Within it, the main thread may be interrupted. Raises RequestCancelled if the client has left already."""
+        """Within it, the main thread may be interrupted. Raises RequestCancelled if the client has gone already."""
         with self._lock:
             self._pending, self.armed, self._request = False, True, request
             if self._asked():
@@ -103,7 +103,7 @@ class Cancellation:
         return int.from_bytes(self._word, "little") == self._request
 
     def _raise(self) -> None:
-        if self._coroutines.aside:  # the request's task may never look at what this one raises
+        if self._coroutines.aside:  # the request's task may never look at this one's exception
             self._cancel_task()
         self._disarm()
         raise _cancelled()
@@ -144,15 +144,15 @@ def _cancelled() -> RequestCancelled:
 
 
 def _place(frame: FrameType | None) -> SignalPlace:
-    """Where ``frame`` is, by itself and those that have called it."""
-    inner: SignalPlace | None = None  # whose code is the innermost that is not a mere helper's
+    """The place of ``frame``, by itself and its callers."""
+    inner: SignalPlace | None = None  # of the innermost code that is not a mere helper's
     run = False  # by a handle of the loop's, as all tasks and callbacks are
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if name == __file__:
             if function in ("window", "_unraisable"):
                 return SignalPlace.CODE if function == "window" else SignalPlace.RECORDER
-            inner = None  # what was interrupted before decides
+            inner = None  # the code that was interrupted before decides
         elif name == _COROUTINES:
             return inner or SignalPlace.LOOP
         elif name in _BELOW_USER_CODE:

@@ -1,6 +1,6 @@
-"""Requests and responses of ``handle``: JSON to Python values and back. Pure.
+"""Codec of ``handle``'s requests and responses: JSON to Python values and back. Pure.
 
-Nobody has looked at a request before: the router passes bytes on.
+Requests arrive unchecked: the router passes bytes on.
 """
 
 import codecs
@@ -25,7 +25,7 @@ _RAW: Final = msgspec.json.Decoder(msgspec.Raw)
 
 
 class BadRequest(ValueError):
-    """The body is not JSON, or not what else it should be, which ``code`` says; ``param`` is the part that is wrong."""
+    """The body is not JSON, or wrong in another way, which ``code`` says; ``param`` is the part that is wrong."""
 
     def __init__(self, text: str, code: str = "bad_json", param: str = "") -> None:
         super().__init__(text)
@@ -33,7 +33,7 @@ class BadRequest(ValueError):
 
 
 class BadResponse(TypeError):
-    """What ``handle`` returned cannot be sent; the text says what to do."""
+    """The result of ``handle`` cannot be sent; the text says what to do."""
 
 
 def decode(body: bytes | memoryview) -> Any:
@@ -64,7 +64,7 @@ def _not_json(body: bytes | memoryview) -> str:
 
 
 def encode(value: Any, limit_nbytes: int) -> bytes:
-    """JSON text of what ``handle`` returned; arrays become lists. Raises BadResponse.
+    """JSON text of the value that ``handle`` returned; arrays become lists. Raises BadResponse.
 
     JSON has no NaN and no infinity. The encoder writes them as null, which would be a wrong answer, so they are looked
     for where there is a null.
@@ -107,7 +107,7 @@ def event(value: Any) -> bytes:
 
 
 def _dumps(value: Any) -> bytes:
-    """What came in can go out: the fast encoder stops at 254 levels, the decoder of requests does not."""
+    """A decoded value can be encoded again: the fast encoder stops at 254 levels, the decoder of requests does not."""
     try:
         return orjson.dumps(value, _convert, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
@@ -139,7 +139,7 @@ def _finite(value: Any) -> bool:
 
 
 def _convert(value: Any) -> Any:
-    """Called for what is neither JSON nor an array that can be read in place."""
+    """Called for a value that is neither JSON nor an array that can be read in place."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, torch.Tensor):

@@ -1,13 +1,14 @@
-"""Many requests in one instance: coroutines of an ``async def handle``, on one event loop and one command stream.
+"""Serves many requests in one instance: coroutines of an ``async def handle``, on one event loop and one command
+stream.
 
-Owns which requests are open and when the lease that they share ends. One lease serves those that began within LEASE_S
-of it; the next ones wait until it has ended, so that others have the GPU between.
+Owns the open requests and the end of the lease that they share. One lease serves those that began within LEASE_S of it;
+the next ones wait until it has ended, so that others have the GPU between.
 
-Whose a GPU error is: commands of all go into one stream, and an executor tells of a failure at the next answer, whoever
-waits for that. Coroutines change only at an ``await``. So before the commands of one request may follow those of
-another, the other's are answered for (SYNC), if any of them may have failed unheard; what comes of that is raised in
-the request that issued them. A request that reads its results before it awaits has nothing to be answered for. Threads
-of a function are not told apart.
+Attribution of GPU errors: all requests' commands share one stream, and an executor reports a failure at the next
+answer, whichever request waits for it. Coroutines switch only at an ``await``. So before the commands of one request
+follow those of another, the other's are synchronized (SYNC), if any of them may have failed unreported; their error is
+raised in the request that issued them. A request that reads its results before it awaits needs no SYNC. Threads of a
+function are not distinguished.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ _OWNER: Final[ContextVar[int]] = ContextVar("dormouse_owner", default=0)
 
 
 class CoroutineTurn(Coroutine[Any, Any, Any]):
-    """A coroutine of a request, or of a task that it has made: each of its steps is said to ``Concurrent`` first."""
+    """A coroutine of a request, or of a task that it has made: each step is reported to ``Concurrent`` first."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], owner: int, whole: "Concurrent") -> None:
         self._inner, self._owner, self._whole = inner, owner, whole
@@ -75,8 +76,8 @@ class Concurrent:
         self._waiting: deque[m.Run] = deque()
         self._open: dict[int, asyncio.Task[Outcome]] = {}
         self._tasks: dict[int, set[asyncio.Task[Any]]] = {}  # by request: all that run for it
-        self._owner = 0  # whose commands were recorded last
-        self._errors: dict[int, Exception] = {}  # by request: what its commands have ended with
+        self._owner = 0  # the request whose commands were recorded last
+        self._errors: dict[int, Exception] = {}  # by request: the error of its commands
         self._leased_s = 0.0  # since when the lease is held that they share
         self._leaving = False
         self._pumping = False
@@ -100,7 +101,7 @@ class Concurrent:
                     task.cancel()
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
-    # --- what the router says
+    # --- messages of the router
 
     def _pump_soon(self) -> None:
         """For threads."""
@@ -124,7 +125,7 @@ class Concurrent:
         self._begin()
 
     def stepped(self) -> None:
-        """A coroutine has made a step: it may have read what the router has said while it waited for something."""
+        """A coroutine has made a step: it may have read messages of the router while it waited for something."""
         if os.getpid() != self._pid:
             leave(SystemExit(0))
         if not self._pumping and self._router.has_news:
@@ -154,7 +155,7 @@ class Concurrent:
             self._over.set_result(None)
 
     def _lease_ends(self) -> bool:
-        """Whether the lease that is held serves no more than the requests that there are."""
+        """Whether the lease that is held serves no further requests."""
         return bool(self._open) and self._stream.leased and time.monotonic() >= self._leased_s + LEASE_S
 
     def _end(self, error: BaseException) -> None:
@@ -167,7 +168,7 @@ class Concurrent:
         except BaseException as error:
             self._end(error)
 
-    # --- whose turn it is on the stream
+    # --- turns on the stream
 
     def _task(
         self, loop: asyncio.AbstractEventLoop, inner: Any, *, context: Context | None = None
@@ -191,7 +192,7 @@ class Concurrent:
         return self._errors.pop(owner, None)
 
     def _answer_for(self, owner: int) -> None:
-        """Hear of the commands that were recorded last."""
+        """Wait for the outcome of the commands that were recorded last."""
         try:
             self._stream.answer_for_all()
         except Exception as error:
@@ -213,7 +214,7 @@ class Concurrent:
             answer = self._failure(error)
         with suppress(asyncio.CancelledError):  # it is at its end anyway
             if isinstance(answer, FailedRequest):
-                await asyncio.sleep(0)  # the step that has raised the error is over, and what it held is gone
+                await asyncio.sleep(0)  # the step that has raised the error is over, and its locals are gone
             await self._end_tasks(run.request)
         return answer
 
@@ -236,7 +237,7 @@ class Concurrent:
             outcome = outcome if isinstance(outcome, FailedRequest) else self._failure(error)
         if isinstance(outcome, FailedRequest) and outcome.code not in (*report.CLIENTS, "cancelled"):
             print(report.record(context.of(run), outcome.text), file=sys.stderr, flush=True)
-        if len(self._open) == 1 and (remains := self._stream.remains()):  # what others have may go with them
+        if len(self._open) == 1 and (remains := self._stream.remains()):  # tensors of others may go with them
             print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
             self._send(m.Spoiled(text=remains))
         sys.stdout.flush()
@@ -261,7 +262,7 @@ class Concurrent:
         return asked.answer(result, m.MESSAGE_BODY_NBYTES)
 
     async def _end_tasks(self, number: int) -> None:
-        """Those that it has left."""
+        """The tasks that remain."""
         mine = asyncio.current_task()
         if left := [task for task in self._tasks[number] if task is not mine and not task.done()]:
             for task in left:

@@ -1,6 +1,6 @@
-"""Which request is being answered, for the function's own code and its log.
+"""The request that is being answered, for the function's own code and its log.
 
-``current()`` is right in tasks, in threads that a request starts, and in what it gives to a pool of threads.
+``current()`` is right in tasks, in threads that a request starts, and in work that it gives to a thread pool.
 """
 
 import logging
@@ -17,7 +17,7 @@ from dormouse.schemas.messages import Run
 
 class CurrentRequest(NamedTuple):
     """``id`` is the answer's X-Request-Id. ``traceparent`` and ``tracestate``, as W3C's Trace Context has them, are for
-    what the function asks of others; "" if the request has none. All are "" outside a request.
+    the function's own requests to others; "" if the request has none. All are "" outside a request.
     """
 
     id: str = ""
@@ -37,7 +37,7 @@ OUTSIDE: Final = CurrentRequest()
 
 
 class _Handled(NamedTuple):
-    """``label`` is of what is printed meanwhile; b"" if that is no request's."""
+    """``label`` marks the output printed meanwhile; b"" if that is no request's."""
 
     request: CurrentRequest = OUTSIDE
     label: bytes = b""
@@ -61,7 +61,7 @@ def begin(run: Run) -> None:
 
 
 def begin_together(runs: Sequence[Run]) -> None:
-    """Of several, none is the current one; what is printed is of all."""
+    """Of several, none is the current one; printed output belongs to all."""
     _HANDLED.set(_Handled(OUTSIDE, loglabels.label(run.request for run in runs)))
 
 

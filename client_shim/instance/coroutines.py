@@ -1,7 +1,8 @@
-"""The event loop of an instance: runs coroutines of the function while a request runs, and ends what they leave behind.
+"""The event loop of an instance: runs the function's coroutines during a request, and ends their remaining tasks.
 
-A request is cancelled here as ``asyncio`` does it at SIGINT: what runs is told at its next ``await``. An exception
-between two lines of the loop could lose a callback, and with it the task that waits for it (cancel.py keeps it away).
+A request is cancelled here as ``asyncio`` does it at SIGINT: the running task is cancelled at its next ``await``. An
+exception between two lines of the loop could lose a callback, and with it the task that waits for it (cancel.py keeps
+it away).
 """
 
 import asyncio
@@ -18,11 +19,11 @@ class Coroutines:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None  # that is being completed, or was
-        self._ends: BaseException | None = None  # with what the completion ends, whatever its task makes of it
+        self._ends: BaseException | None = None  # the completion ends with this, whatever its task makes of it
 
     def complete(self, begin: Callable[[], Awaitable[T]]) -> T:
-        """The result of what it begins, in a task: none is begun and then left, wherever a signal comes. Raises what
-        ``cancel`` was given meanwhile.
+        """Run a coroutine in a task and return its result: none is begun and then abandoned, wherever a signal comes.
+        Raises the exception that ``cancel`` was given meanwhile.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -55,7 +56,7 @@ class Coroutines:
         return self._loop is not None and asyncio.current_task(self._loop) not in (None, self._task)
 
     def finish(self) -> None:
-        """The request is over: so are the tasks that it has left."""
+        """The request is over: end its remaining tasks."""
         loop = self._loop
         if loop is None or not (tasks := asyncio.all_tasks(loop)):
             return
@@ -68,7 +69,7 @@ class Coroutines:
             self._loop.close()
 
     def _escaped(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio would only log what a callback raised."""
+        """asyncio would only log a callback's exception."""
         error = context.get("exception")
         if error is None or isinstance(error, Exception):
             loop.default_exception_handler(context)

@@ -1,4 +1,4 @@
-"""What the header of a form's part says of it, as browsers, curl and libraries write it. Pure: no I/O.
+"""Parses the header of a form's part, as browsers, curl and libraries write it. Pure: no I/O.
 
 A name is UTF-8 between quotes (RFC 7578), in which a quote is %22 (browsers, curl) or has a backslash before it (Go,
 older ones); or it is name*=utf-8''... (RFC 5987: older libraries and Java), which then counts; or words of RFC 2047.
@@ -16,7 +16,7 @@ _WORDS: Final = re.compile(r"=\?[^?\s]+\?[bq]\?[^?\s]*\?=(?:\s+=\?[^?\s]+\?[bq]\
 
 
 class BadPart(ValueError):
-    """The header is none, or says what cannot be understood."""
+    """The header is malformed, or cannot be understood."""
 
 
 def names(disposition: bytes) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""Calls the user's functions, whatever kind they are: plain, ``async def``, generators of both kinds.
+"""Calls the user's functions of every kind: plain, ``async def``, generators of both kinds.
 
 A function that returns an iterator answers in parts.
 
@@ -29,14 +29,14 @@ class Handler:
         self._answering: object = None  # the iterator whose parts are the request's answer
 
     def call(self, code: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
-        """What it returns, waited for if need be."""
+        """Its result, awaited if need be."""
         result = self._guarded(code, *args, **kwargs)
         if inspect.isawaitable(result):
             result = self._guarded(self._coroutines.complete, lambda: result)
         return result
 
     def parts(self, result: object) -> Generator[Any, None, None] | None:
-        """What an answer in parts yields, or None if it is not one. To be closed."""
+        """The parts of an answer in parts, or None if it is not one. To be closed."""
         if isinstance(result, AsyncIterator | Iterator):
             self._answering = result
         if isinstance(result, AsyncIterator):
@@ -44,12 +44,12 @@ class Handler:
         return self._plain_parts(result) if isinstance(result, Iterator) else None
 
     def finish(self) -> None:
-        """The request is over: so are the tasks that it has left, and the generator that has answered it.
+        """The request is over: end its remaining tasks, and the generator that has answered it.
 
         CPython 3.12 and 3.13 look for no ``finally`` where a signal meets a loop as it goes back to its beginning.
         """
         iterator, self._answering = self._answering, None
-        with suppress(Exception):  # nobody is there to hear it
+        with suppress(Exception):  # nobody is there to receive it
             if inspect.isasyncgen(iterator) and iterator.ag_frame is not None:
                 self._guarded(self._coroutines.complete, iterator.aclose)
             elif inspect.isgenerator(iterator):

@@ -1,7 +1,7 @@
-"""What the type hints of ``handle`` say of its requests and answers: a JSON schema, and a check before it is called.
+"""The type hints of ``handle``: a JSON schema of its requests and answers, and a check before it is called.
 
-Pure: no I/O. msgspec makes both, or pydantic of what is its own. A hint that neither can take checks nothing, and who
-deploys is told so.
+Pure: no I/O. msgspec makes both, or pydantic for its own types. A hint that neither can take checks nothing, which is
+reported to the deployer.
 """
 
 import inspect
@@ -29,8 +29,8 @@ _PATH: Final = re.compile(r" - at `\$([^`]{0,200})`(?= - at |$)", re.DOTALL)
 
 
 class AskedRequest(NamedTuple):
-    """What ``handle`` is given of a request, and what makes a body and its content type of the result, of at most so
-    many bytes.
+    """The argument of ``handle`` for a request, and the encoder of the result: a body and its content type, of at most
+    so many bytes.
     """
 
     value: Any
@@ -52,7 +52,7 @@ class AskedRequest(NamedTuple):
 
 
 class EncodedAnswer(NamedTuple):
-    """Its body, its content type, "" for JSON, and what else the function says of it."""
+    """Its body, its content type, "" for JSON, and the function's status and headers."""
 
     data: bytes | memoryview
     kind: str = ""
@@ -60,10 +60,10 @@ class EncodedAnswer(NamedTuple):
 
 
 class Hints:
-    """Of one function. ``warning`` is for who deploys it; ``schema`` is JSON, b"" if nothing is known."""
+    """Of one function. ``warning`` is for the deployer; ``schema`` is JSON, b"" if nothing is known."""
 
     def __init__(self, handle: Callable[..., Any], each: bool = False, signature: Signature | None = None) -> None:
-        """``each``: it takes and returns lists of them. ``signature``: what its file says of its tensors."""
+        """``each``: it takes and returns lists of them. ``signature``: its tensors as its file declares them."""
         self.schema, self.warning = b"", ""
         self._request: Any = None
         self._decoder: msgspec.json.Decoder[Any] | None = None
@@ -102,7 +102,7 @@ class Hints:
             self.warning = f"the schema of {name!r} has {len(data)} bytes and is not shown; requests are checked"
 
     def _found(self, handle: Callable[..., Any]) -> tuple[dict[str, Any], str]:
-        """The hints by name, and what the parameter is called that requests are given as."""
+        """The hints by name, and the name of the parameter for requests."""
         try:
             names = [
                 each.name
@@ -114,7 +114,7 @@ class Hints:
         name = names[1] if len(names) > 1 else ""
         try:
             return typing.get_type_hints(handle, include_extras=True), name
-        except Exception as error:  # of a name that is not there, or whatever the hint runs
+        except Exception as error:  # of a name that is not there, or of the hint's own code
             if name in getattr(handle, "__annotations__", {}):
                 self._warn(name, f"{type(error).__name__}: {error}")
             return {}, name
@@ -173,7 +173,7 @@ def _said(why: str) -> str:
 
 
 def _item(hint: Any) -> Any:
-    """Of a list; what is none says nothing of its items."""
+    """Of a list; any other hint says nothing of items."""
     arguments = typing.get_args(hint)
     return arguments[0] if typing.get_origin(hint) in (list, Sequence, tuple) and arguments else Any
 
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def _converted(kind: type, value: Any) -> Any:
-    """What msgspec does not know itself: arrays, and models. Raises ValueError, which becomes a ValidationError."""
+    """For types that msgspec does not know: arrays and models. Raises ValueError, which becomes a ValidationError."""
     if (adapter := pydantic_types.adapter(kind)) is not None:
         return adapter.value_of(value)
     wanted = signatures.array_hint(kind)
@@ -233,7 +233,7 @@ def _numbers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def _schema(
     hint: Any, adapter: pydantic_types.Adapter | None, mode: typing.Literal["validation", "serialization"]
 ) -> dict[str, Any]:
-    """Raises TypeError for what cannot be taken, and whatever the types' own code does."""
+    """Raises TypeError for a hint that cannot be taken, and any exception of the types' own code."""
     return adapter.schema(mode) if adapter is not None else msgspec.json.schema(hint, schema_hook=_hooked)
 
 

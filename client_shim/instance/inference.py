@@ -1,7 +1,7 @@
-"""Requests and answers of the Open Inference Protocol: JSON, then the bytes of binary tensors. Pure: no I/O.
+"""Codec of the Open Inference Protocol: requests and answers are JSON, then the bytes of binary tensors. Pure: no I/O.
 
-Nobody has looked at a request before. A tensor is an array of NumPy; of BF16, which NumPy does not have, a tensor of
-PyTorch; of BYTES, an array of ``bytes`` objects.
+Requests arrive unchecked. A tensor is an array of NumPy; of BF16, which NumPy does not have, a tensor of PyTorch; of
+BYTES, an array of ``bytes`` objects.
 """
 
 import math
@@ -294,7 +294,7 @@ def _of_json(name: str, datatype: str, shape: Sequence[int], raw: msgspec.Raw) -
 
 
 def _array(name: str, value: Any, spec: TensorSpec | None) -> np.ndarray | torch.Tensor:
-    """Numbers of Python, and lists of them, become what the signature says. Raises BadResponse."""
+    """Numbers of Python, and lists of them, become arrays of the signature's type. Raises BadResponse."""
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         if tensor.dtype == torch.bfloat16:

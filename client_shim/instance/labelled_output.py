@@ -1,4 +1,4 @@
-"""The standard output and error of an instance that has several requests at once: what is printed for a request bears
+"""Labels the standard output and error of an instance that has several requests at once: each request's output bears
 its number (core/loglabels.py), whether by `print`, through `logging` or as bytes.
 
 A line of text is of one request: `print` writes it in parts, between which another thread may print. Each write to the
@@ -50,7 +50,7 @@ class _LabelledBuffer(io.BufferedWriter):
     def write(self, data: Any) -> int:
         with self._lock:
             if (label := context.label()) not in self._texts and len(self._texts) >= MAX_TEXTS:
-                self._flush_all()  # left by threads of requests that have ended
+                self._flush_all()  # from threads of requests that have ended
             text = self._texts.setdefault(label, bytearray())
             text += data
             if len(text) >= io.DEFAULT_BUFFER_SIZE:

@@ -1,4 +1,4 @@
-"""The parts of a body of type multipart/form-data. Pure: no I/O.
+"""Splits a body of type multipart/form-data into its parts. Pure: no I/O.
 
 python-multipart finds where each part begins and ends, from pieces of the body; then each value is copied once, out of
 the body itself. Imported with the first such body.
@@ -13,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from dormouse.client_shim.instance.dispositions import BadPart, names
 
-logging.getLogger("python_multipart.multipart").disabled = True  # what is wrong with a form is said to its client
+logging.getLogger("python_multipart.multipart").disabled = True  # errors in a form are reported to its client
 
 STEP_NBYTES: Final = 256 << 10
 """Of the body, given to the parser at a time: a copy that stays in the cache."""
@@ -23,11 +23,11 @@ MAX_PARTS: Final = 1000
 
 
 _PLAIN: Final = (b"", b"identity", b"binary", b"8bit", b"7bit")
-"""What says that a part is as it is."""
+"""Values that say that a part is not encoded."""
 
 
 class BadMultipart(ValueError):
-    """The body is not what its content type says."""
+    """The body is not of its content type."""
 
 
 class FormPart(NamedTuple):
@@ -40,13 +40,13 @@ class FormPart(NamedTuple):
 
 
 class _FormReader:
-    """What the parser calls, and what it has found."""
+    """The parser's callbacks, and the parts found."""
 
     def __init__(self, body: memoryview) -> None:
         self.parts: list[FormPart] = []
         self.ended = False
         self._body = body
-        self._piece, self._offset = b"", 0  # what the parser is given now, and where that begins
+        self._piece, self._offset = b"", 0  # the parser's current input, and where that begins
         self._field, self._value = b"", b""
         self._headers: dict[bytes, bytes] = {}
         self._start: int | None = None  # where the part's value begins in the body, once that is known
@@ -85,8 +85,8 @@ class _FormReader:
         self._field = self._value = b""
 
     def _data(self, data: bytes, start: int, end: int) -> None:
-        """What could have been the boundary, and was not, comes out of a buffer of the parser's: a value that is all in
-        such buffers is kept as it comes.
+        """Bytes that could have been the boundary, and were not, come out of a buffer of the parser's: a value that is
+        all in such buffers is kept as it comes.
         """
         if self._start is None and data is self._piece:
             self._start = self._offset + start - self._nbytes

@@ -1,8 +1,8 @@
-"""What a function says of its answer beyond the value: a status and headers, or an error for who has asked. Pure.
+"""Statuses, headers and public errors that a function sets for its answer beyond the value. Pure.
 
-An error is meant for who has asked if it is a PublicError, or if its class is of the function's own files or of a web
-framework and it has a status of 400 to 499. The exceptions of other libraries have such a status too, when a service
-that the function asked has refused: that says nothing of who asked the function.
+An error is meant for the client if it is a PublicError, or if its class is of the function's own files or of a web
+framework and it has a status of 400 to 499. Exceptions of other libraries have such a status too, when a service that
+the function called has refused: that says nothing of the function's client.
 """
 
 import sys
@@ -21,23 +21,23 @@ from dormouse.schemas.messages import AnswerHead
 FRAMEWORKS: Final = ("starlette", "fastapi", "litestar", "quart", "sanic", "aiohttp.web_exceptions")
 
 _REPLACED: Final = ("content-length", "content-type")
-"""What frameworks set beside the body: the node says its length, and ``kind`` its type."""
+"""Headers that frameworks set beside the body: the node sends its length, and ``kind`` is its type."""
 
 _PHRASES: Final = {each.value: each.phrase for each in HTTPStatus}
 
 
 class PublicWord(NamedTuple):
-    """What is said of an error, to who has asked."""
+    """An error as reported to the client."""
 
     text: str
     head: AnswerHead
 
 
 def response_of(value: Any) -> Response | None:
-    """What handle() returned, if it is more than a value. Raises BadResponse."""
+    """The result of handle(), if it is more than a value. Raises BadResponse."""
     if isinstance(value, Response):
         return value
-    framework = sys.modules.get("starlette.responses")  # who has one has imported it
+    framework = sys.modules.get("starlette.responses")  # a function with a response has imported it
     if framework is not None and isinstance(value, framework.Response):
         if not hasattr(value, "body"):
             raise BadResponse(f"handle() returned a {type(value).__name__}: yield the parts, or return Response(parts)")

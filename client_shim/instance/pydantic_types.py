@@ -1,4 +1,5 @@
-"""Type hints that are pydantic's: checked and shown by pydantic itself, which is there if the function has imported it.
+"""Checks and schemas of pydantic's type hints, made by pydantic itself, which the function has imported if it has such
+hints.
 
 Pure. Nothing here imports it: it would cost each instance memory and time that a function without it has no use for.
 """
@@ -8,15 +9,15 @@ import typing
 from typing import Any, Final
 
 MESSAGE: Final = 300
-"""Signs of what is told of a wrong value: validators are user code."""
+"""Characters of a report on a wrong value: validators are user code."""
 
 
 class Invalid(ValueError):
-    """A value is not what the type says; the text says where, as msgspec's do."""
+    """A value is not of its type; the text says where, as msgspec's do."""
 
 
 class Adapter:
-    """Of one hint. Raises what pydantic raises of types that it cannot take."""
+    """Of one hint. Raises pydantic's exception for types that it cannot take."""
 
     def __init__(self, hint: Any) -> None:
         pydantic: Any = sys.modules["pydantic"]
@@ -56,7 +57,7 @@ def _path(places: tuple[str | int, ...]) -> str:
 
 
 def fields(kind: Any) -> dict[str, tuple[Any, bool]] | None:
-    """Of a model: each hint, and whether it must be there. None for what is none."""
+    """Of a model: each hint, and whether it must be there. None for any other type."""
     found = getattr(kind, "__pydantic_fields__", None)
     if not isinstance(kind, type) or not isinstance(found, dict):
         return None
@@ -64,7 +65,7 @@ def fields(kind: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def plain(value: Any) -> Any:
-    """A model as values that JSON has; None for what is none."""
+    """A model as values that JSON has; None for any other value."""
     pydantic: Any = sys.modules.get("pydantic")
     if pydantic is None or not isinstance(value, pydantic.BaseModel) or not hasattr(value, "model_dump"):
         return None

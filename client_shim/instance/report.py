@@ -1,4 +1,4 @@
-"""What is said of a user's exception: a stable code, and its traceback without our own frames.
+"""Reports a user's exception: a stable code, and the traceback without our own frames.
 
 Pure: no I/O. An exception crosses processes as text, never as an object.
 """
@@ -24,7 +24,7 @@ CLIENTS: Final = (
     "function_refused",
     *("invalid_value", "unsupported_parameter", "context_length_exceeded"),
 )
-"""Codes of mistakes of who asks."""
+"""Codes of the client's mistakes."""
 
 _OURS: Final = str(Path(__file__).absolute().parents[1]) + os.sep
 
@@ -33,7 +33,7 @@ def code(error: BaseException, otherwise: str) -> str:
     """The failure's code; ``otherwise`` if it is simply an error of the user's code."""
     seen: set[int] = set()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:  # user code may wrap what we raised
+    while cause is not None and id(cause) not in seen:  # user code may wrap our exceptions
         seen.add(id(cause))
         if isinstance(cause, SeatLost):
             return "seat_lost"
@@ -52,7 +52,7 @@ def code(error: BaseException, otherwise: str) -> str:
 
 
 def param(error: BaseException) -> str:
-    """Which field of the request is wrong, if that is known."""
+    """The field of the request that is wrong, if it is known."""
     return error.param if isinstance(error, RefusedRequest | BadRequest) else ""
 
 
@@ -64,7 +64,7 @@ _LIMITS: Final = {
 
 
 def limit(error: BaseException) -> str:
-    """Which limit of the sandbox, by its setting, an error of the user's code shows; "" if none does."""
+    """The limit of the sandbox, by its setting, that an error of the user's code shows; "" if none does."""
     text = _text(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
         return "memory"
@@ -114,7 +114,7 @@ def _described(error: BaseException, where: str) -> str:
         summary = traceback.TracebackException(type(error), error, error.__traceback__)
         _strip(summary)
         text = "".join(summary.format()).rstrip()
-    except Exception as other:  # user code: its exceptions are asked what to say of them
+    except Exception as other:  # user code: exceptions make their own text
         text = f"{type(error).__qualname__}, of which nothing more can be said: that raised {type(other).__qualname__}"
     if isinstance(error, SystemExit):
         text += f"\n{where or 'the module'} asked to exit; return a value or raise an error instead"

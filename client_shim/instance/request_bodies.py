@@ -1,7 +1,7 @@
-"""What ``handle`` is given of a request's body, by the body's content type. Pure: no I/O.
+"""Decodes a request's body to the argument of ``handle``, by its content type. Pure: no I/O.
 
-JSON is a value, a form its fields, a saved array an array; all else is bytes that know their type. Nobody has looked at
-the body before.
+JSON is a value, a form its fields, a saved array an array; all else is bytes that know their type. Bodies arrive
+unchecked.
 """
 
 import ast
@@ -27,12 +27,12 @@ _libc: Final = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _AS_JSON: Final = ("", "application/json", "application/x-www-form-urlencoded")
-"""The last is what curl says of whatever it sends."""
+"""The last is curl's default for anything that it sends."""
 
 
 @dataclass(slots=True)
 class RequestFile:
-    """A file of a request: its bytes, and what the client has said of them; ``filename`` is "" if it said none.
+    """A file of a request: its bytes, and the client's description of them; ``filename`` is "" if it sent none.
 
     No subclass of bytes: Python would copy the bytes twice to make one.
     """
@@ -115,7 +115,7 @@ class _Several(list[Any]):
 
 
 def array_of(body: memoryview) -> np.ndarray:
-    """What ``numpy.save`` has written: nothing in it is unpickled. Raises BadRequest."""
+    """An array that ``numpy.save`` has written: nothing in it is unpickled. Raises BadRequest."""
     try:
         dtype, shape, order, start = _header(body)
         nbytes = math.prod(shape) * dtype.itemsize

@@ -1,6 +1,6 @@
-"""An instance's main loop: make the function, run its ``load()``, then ``handle()`` once per request.
+"""The main loop of an instance: makes the function, runs its ``load()``, then ``handle()`` once per request.
 
-Owns the conversation with the router. User code runs in the main thread; whatever it raises becomes an answer, and the
+Owns the conversation with the router. User code runs in the main thread; its exceptions become answers, and the
 instance goes on. The shim is installed before the function's first line runs.
 """
 
@@ -70,7 +70,7 @@ class Runner:
         self.hints: Hints
 
     def load(self, make: Callable[[], UserFunction], check: str = "", whole: bool = False) -> bool:
-        """Make the function and load it; the outcome is told to the router. False if the instance is of no use.
+        """Make the function and load it; the outcome is reported to the router. False if the instance is of no use.
         ``check``: a request in JSON which it answers before it counts as loaded; "": none. ``whole``: no answer of it
         may be in parts.
         """
@@ -80,7 +80,7 @@ class Runner:
             self.state = self._handler.call(function.load)
             if check:
                 self._check(function, check.encode(), whole)
-            self.backend.may_acquire = False  # also for threads that load() has left behind
+            self.backend.may_acquire = False  # also for threads of load() that still run
             self.stream.commit()
             self.stream.loading = False
         except LoadFailure as failure:
@@ -96,7 +96,7 @@ class Runner:
         return True
 
     def _check(self, function: UserFunction, body: bytes, whole: bool) -> None:
-        """With the leases that load() has. What is answered goes nowhere. Raises LoadFailure."""
+        """With the leases that load() has. The answer is dropped. Raises LoadFailure."""
         try:
             asked = self.hints.asked(body, "", "")
             result = self._handler.call(function.handle, self.state, asked.value)
@@ -107,7 +107,7 @@ class Runner:
                 head = asked.answer(result, len(self._response_area)).head
         except BaseException as error:
             code, text = self.verdict(error, "handle()", "check_failed")
-            said = f"{text}\n{HINT}the check was not answered"  # what was raised is the text's gist, and comes first
+            said = f"{text}\n{HINT}the check was not answered"  # the exception is the text's gist, and comes first
             raise LoadFailure(code if code in LOST else "check_failed", said) from None
         finally:
             self._handler.finish()
@@ -116,7 +116,7 @@ class Runner:
 
     def serve_many(self) -> None:
         """The same, so many at once."""
-        from dormouse.client_shim.instance.concurrent import Concurrent  # imports what others do not need
+        from dormouse.client_shim.instance.concurrent import Concurrent  # imports modules that others do not need
 
         Concurrent(self).serve()
 
@@ -197,7 +197,7 @@ class Runner:
         return m.Returned(request=run.request, body=said, nbytes=len(data), used=used, kind=kind, head=head)
 
     def _send_parts(self, run: m.Run, parts: Generator[Any, None, None], head: m.AnswerHead | None) -> EncodedAnswer:
-        """Each as soon as it is there. Returns what is left to answer: nothing."""
+        """Each as soon as it is there. Returns the remaining answer: none."""
         router = self.backend.router
         _put(parts, PartSender(run.request, router.send, router.wait_taken, head))
         return EncodedAnswer(b"")
@@ -217,14 +217,14 @@ class Runner:
         """Of a request."""
         try:
             word = publicly.word_of(error, self.function.folder)
-        except Exception as other:  # user code: its exceptions are asked what they have to say
+        except Exception as other:  # user code: exceptions make their own text
             error, word = other, None
         if word is not None:
             return FailedRequest("function_refused", word.text, head=word.head)
         return FailedRequest(*self.verdict(error, where, "function_raised"), report.param(error))
 
     def verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
-        """Code and text of what user code raised."""
+        """Code and text of user code's exception."""
         code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
         if name == "processes" and not _cannot_fork():  # threads may lack memory; EAGAIN has other reasons too
             name = "memory" if isinstance(error, RuntimeError) else ""
@@ -235,7 +235,7 @@ class Runner:
         return code, text
 
     def _raised(self, run: m.Run, failed: FailedRequest) -> m.Raised:
-        """Give the lease back. What the request made and Python still holds stays, as it does natively."""
+        """Give the lease back. Storages that the request made and Python still holds stay, as they do natively."""
         code, text, param, head = failed
         if code in LOST:
             self.stream.lose_lease()
@@ -244,8 +244,8 @@ class Runner:
                 self.stream.end_lease()
             except RequestCancelled:
                 raise
-            except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
-                if code == "bad_response":  # natively what it was to be made of would not have been there
+            except Exception as error:  # other failures: another command, growth beyond the quota, the executor
+                if code == "bad_response":  # natively its operands would not have been there
                     code, text = self.verdict(error, "handle()", "function_raised")
                 elif code not in report.CLIENTS and (lost := report.code(error, code)) in LOST:
                     code = lost
@@ -288,11 +288,11 @@ def _use(environment: str) -> None:
 
 
 def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: ChildSetting) -> NoReturn:
-    """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
+    """The life of an instance after its confinement; ``folder`` is its path of the function's folder."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
     if fork.build is not None:
-        from dormouse.core.sandbox.builder import build  # imports what instances do not need
+        from dormouse.core.sandbox.builder import build  # imports modules that instances do not need
 
         build(fork.build, source, arena_fd)
     if own := os.environ.get(ENVIRONMENT):
@@ -300,7 +300,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     context.label_log_records()
     context.carry_into_threads()
     if fork.llm is None and fork.batch + fork.concurrency > 1:
-        from dormouse.client_shim.instance import labelled_output  # of what others do not need
+        from dormouse.client_shim.instance import labelled_output  # imports modules that others do not need
 
         labelled_output.install()
     gc.enable()
@@ -322,7 +322,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     status = 1
     try:
         if fork.llm is not None:
-            from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
+            from dormouse.client_shim.llm.instance import serve_llm  # imports modules that functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
         elif runner.load(partial(function_of, fork, source, folder), fork.check, fork.batch + fork.concurrency > 1):

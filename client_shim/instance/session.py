@@ -1,4 +1,4 @@
-"""``dormouse run``: any Python program, linked to a running node, with an instance's identity from the router.
+"""``dormouse run``: links any Python program to a running node, with an instance's identity from the router.
 
 Leases are taken at the first command that computes, and given back at the end or by a watchdog after an idle moment.
 The script runs in the user's own process with the user's own rights; nothing is confined here.
@@ -66,7 +66,7 @@ def give_back(stream: Stream) -> None:
     """End the lease, if one is held; a lost executor has ended it already."""
     try:
         stream.end_lease()
-    except Exception as error:  # its END tells of any error that a command may raise
+    except Exception as error:  # its END reports any error that a command may raise
         stream.lose_lease()
         if isinstance(stream.backend, NodeBackend):
             stream.backend.lease_lost()
@@ -102,7 +102,7 @@ def main(argv: list[str], run: str) -> int:
             if end is not None:
                 end.close()
             watch.close()
-            if not attachment.over:  # else the program was told
+            if not attachment.over:  # else it was reported to the program
                 give_back(stream)
             attachment.close()
     sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""The end of a `dormouse run` program whose session the node has ended. What it had on the GPU is gone; a server that
-takes each error for one request's would answer with errors for ever, and nobody would start it again.
+"""Ends a `dormouse run` program whose session the node has ended. Its GPU state is gone; a server that takes each error
+for one request's would answer with errors for ever, and nobody would start it again.
 """
 
 import os
@@ -15,10 +15,10 @@ from dormouse.core.exits import SESSION_ENDED
 from dormouse.core.terminal import harmless
 
 TOLD_S: Final = 5.0
-"""A program that computes hears of it by an exception, and has so long to end of it."""
+"""A program that computes gets an exception, and has this long to end by it."""
 
 END_S: Final = 10.0
-"""From its interruption on: for requests that it answers without the GPU, and for what it saves."""
+"""From its interruption on: for requests that it answers without the GPU, and for saving its data."""
 
 
 class EndOfSession:

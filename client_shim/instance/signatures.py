@@ -1,7 +1,7 @@
-"""The tensors that a function takes and gives, by name: what the Open Inference Protocol says of a model. Pure.
+"""A function's input and output tensors by name, as the Open Inference Protocol describes a model. Pure.
 
-A function's file says them in a dict called ``signature``; else they are made of the type hints, as far as those are
-numbers, text and arrays. Of a function that says neither, nothing is known, and it takes whatever comes.
+A function's file declares them in a dict called ``signature``; else they are derived from the type hints, as far as
+those are numbers, text and arrays. A function with neither has no known tensors and takes any request.
 """
 
 import collections.abc
@@ -35,7 +35,7 @@ NAMES: Final = {dtype: name for name, dtype in NUMBERS.items()}
 
 SOLE_INPUT: Final = "input"
 SOLE_OUTPUT: Final = "output"
-"""What a function takes or gives that is no dict, is called so."""
+"""The name of an input or output that is no dict."""
 
 _PLAIN: Final[dict[Any, str]] = {bool: "BOOL", int: "INT64", float: "FP64", str: BYTES, bytes: BYTES}
 _LISTS: Final = (list, tuple, set, frozenset, Sequence, collections.abc.Iterable, collections.abc.Collection)
@@ -102,13 +102,13 @@ def wrong(text: str) -> BadRequest:
 
 
 def datatype_of(array: np.ndarray | torch.Tensor) -> str:
-    """ "" for what the protocol has no name for."""
+    """ "" for a dtype that the protocol has no name for."""
     if isinstance(array, torch.Tensor):
         return BF16
     return BYTES if array.dtype == object else NAMES.get(array.dtype.newbyteorder("<"), "")
 
 
-# --- what the file says
+# --- the file's dict
 
 
 def written(said: Any) -> Signature:
@@ -138,7 +138,7 @@ def _written(name: str, said: Any) -> TensorSpec:
     return TensorSpec(name, datatype, dimensions)
 
 
-# --- what type hints say
+# --- type hints
 
 
 def hinted(request: Any, response: Any) -> Signature:
@@ -167,7 +167,7 @@ def _spec(name: str, hint: Any, required: bool) -> TensorSpec | None:
 
 
 def fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
-    """Of an object's type: each hint, and whether it must be there. None for what is none."""
+    """Of an object's type: each hint, and whether it must be there. None for any other type."""
     bare, _ = _bare(hint)
     if (model := pydantic_types.fields(bare)) is not None:
         return model
@@ -183,7 +183,7 @@ def fields(hint: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def _bare(hint: Any) -> tuple[Any, bool]:
-    """Without what is said of it, and without None; whether None was there."""
+    """Without annotations, and without None; whether None was there."""
     optional = False
     while True:
         if typing.get_origin(hint) is typing.Annotated:
@@ -228,11 +228,11 @@ def array_hint(hint: Any) -> ArrayHint | None:
     return ArrayHint(np.ndarray, dtype, shape)
 
 
-# --- tensors as what hints name
+# --- tensors as the hints' types
 
 
 def values(tensors: Tensors, hint: Any) -> Any:
-    """What msgspec can convert: arrays stay where the hint has arrays, else they become numbers, text and lists.
+    """Values that msgspec can convert: arrays stay where the hint has arrays, else they become numbers, text and lists.
     Raises BadRequest.
     """
     if (found := fields(hint)) is not None:

@@ -1,4 +1,5 @@
-"""The function in an instance: of its file, or of ours for a folder of embeddings; what it must have to be served so.
+"""Loads the function of an instance, from its file or, for an embedding model, from ours; checks that it can be served
+as deployed.
 
 Runs the user's module, and nothing of it after that.
 """
@@ -54,7 +55,7 @@ def import_function(source: bytes, origin: str) -> UserFunction:
             os.chdir(folder)  # so that "./my-model" means the one beside the function
     sys.argv = [origin]
     text = source.decode("utf-8", errors="replace")
-    # Tracebacks show what runs, not what is in the file now.
+    # Tracebacks show the code that runs, not the file's present content.
     linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)
     try:
         exec(compile(source, origin, "exec"), module.__dict__)
@@ -113,7 +114,7 @@ def _one(handle_batch: Callable[[Any, list[Any]], Any], state: Any, request: Any
 
 
 def _nothing() -> None:
-    """What a function without ``load()`` loads."""
+    """The ``load()`` of a function without one."""
 
 
 def coroutine_function(make: Callable[[], UserFunction]) -> UserFunction:
@@ -142,7 +143,7 @@ def batch_function(make: Callable[[], UserFunction]) -> UserFunction:
 
 def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) -> UserFunction:
     """Of a model that makes embeddings: its code is ours."""
-    from dormouse.client_shim.llm.embedding import EmbeddingModel  # imports what other functions do not need
+    from dormouse.client_shim.llm.embedding import EmbeddingModel  # imports modules that other functions do not need
     from dormouse.client_shim.llm.folder import BadFolder
 
     model = EmbeddingModel(folder, settings, name)
@@ -157,15 +158,15 @@ def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) ->
 
 
 def hinted(function: UserFunction) -> tuple[Callable[..., Any], bool]:
-    """Whose types are those of requests, and whether it takes lists of them."""
+    """The function whose types are those of requests, and whether it takes lists of them."""
     if isinstance(function.handle, partial) and function.handle_batch is not None:
         return function.handle_batch, True
     return function.handle, False
 
 
 def function_of(fork: m.Fork, source: bytes, folder: str) -> UserFunction:
-    """What it was deployed as, it must be. ``folder`` is what it calls its own. Raises LoadFailure, and what the module
-    does.
+    """The function, which must be of the kind that it was deployed as. ``folder`` is its path of its own folder. Raises
+    LoadFailure, and the module's own exceptions.
     """
     if fork.embedding is not None:
         make = partial(embedding_function, fork.embedding, folder, fork.function)

@@ -1,8 +1,9 @@
-"""What the zygote of functions imports, so that a function's own imports find it done: the imports of this module.
+"""The modules that the zygote of functions imports ahead, so that a function's own imports are fast: this module's
+imports.
 
-Chosen by measurement: what the first lines of functions import; what else is a setting, by default the modules of
-`transformers` that every model needs. A model's own module (``transformers.models.bert``) takes 5 to 50 ms and is left
-to the instance that wants it. How they are imported is core/sandbox/preload.py's business.
+Chosen by measurement: the imports in the first lines of functions. Further modules are a setting, by default those of
+`transformers` that every model needs. A model's own module (``transformers.models.bert``) takes 5 to 50 ms and is
+imported by the instance that wants it. core/sandbox/preload.py does the importing.
 """
 
 # ruff: noqa: F401

@@ -1,4 +1,4 @@
-"""The half of a language model that must be distrusted: its folder, its template, its tokenizer, text.
+"""The untrusted half of a language model: its folder, its template, its tokenizer and text.
 
 In: a model's folder, and requests as OpenAI's interface has them. Out: token ids for a runtime, and answers. It runs in
 a function's sandbox.

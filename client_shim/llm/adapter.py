@@ -1,7 +1,7 @@
-"""A PEFT folder of a LoRA adapter: what it changes of a base, and which of its tensors are what. Runs in the sandbox.
+"""Reads the PEFT folder of a LoRA adapter: its changes to a base, and the role of each tensor. Runs in the sandbox.
 
-The configuration and the base say which tensors there have to be, by name and shape; the file has to have these and no
-others. So an adapter of another base is refused, and none is served as if it were the base.
+The configuration and the base determine the required tensors, by name and shape. The file must have exactly these, so
+an adapter of another base is refused, and no adapter is served as the plain base.
 """
 
 import os
@@ -20,7 +20,7 @@ WEIGHTS: Final = "adapter_model.safetensors"
 _PICKLED: Final = "adapter_model.bin"
 _LORA: Final = re.compile(r"\.lora_[A-Za-z_]+(\.weight|\.bias)?$")
 _SHOWN: Final = 200
-"""Characters of a stranger's name in a message."""
+"""Characters of an untrusted name in a message."""
 
 
 class FoundAdapter(NamedTuple):
@@ -71,7 +71,7 @@ def _replaced(wanted: WantedTensors, stored: Mapping[str, StoredTensor]) -> dict
 
 
 def _check_names(stored: Mapping[str, StoredTensor], wanted: WantedTensors, modules: set[str]) -> None:
-    """Raises BadFolder unless the file has what is wanted, and no more."""
+    """Raises BadFolder unless the file has the wanted names, and no more."""
     for name in stored:
         if name not in wanted.shapes:
             raise BadFolder(f"{WEIGHTS} has {_short(name)!r}{_stranger(name, modules)}")
@@ -81,7 +81,7 @@ def _check_names(stored: Mapping[str, StoredTensor], wanted: WantedTensors, modu
 
 
 def _stranger(name: str, modules: set[str]) -> str:
-    """What is wrong with a tensor that is not wanted."""
+    """The error text for a tensor that is not wanted."""
     if "lora_magnitude_vector" in name:
         return ": it is DoRA's, which is not served"
     if "trainable_tokens" in name:

@@ -1,7 +1,7 @@
-"""What ``adapter_config.json`` says: which modules of a base a LoRA adapter changes, and how much. Runs in the sandbox.
+"""Reads ``adapter_config.json``: the modules of a base that a LoRA adapter changes, and how much. Runs in the sandbox.
 
-The rules by which names match are PEFT's. Which tensors there have to be is adapter.py's. A pattern is a stranger's,
-and may take for ever: an instance that does not become ready is ended, as with any function's code.
+Names match by PEFT's rules. adapter.py decides which tensors are required. A pattern is untrusted and may run for ever:
+an instance that does not become ready is ended, as with any function's code.
 """
 
 import math
@@ -31,7 +31,7 @@ _REFUSED: Final = {
     "modules_to_save",
     "target_parameters": "parameters without a module are adapted, which is not served",
 }
-"""They change what is computed, unless they are off."""
+"""They change the computation, unless they are off."""
 
 _IGNORED: Final = {
     "how it came to be": "task_type peft_type auto_mapping peft_version revision inference_mode runtime_config",
@@ -39,13 +39,13 @@ _IGNORED: Final = {
     "for merging: A and B are stored alike with and without": "fan_in_fan_out",
     "for layers that no base here has": "megatron_config megatron_core qalora_group_size",
 }
-"""They change nothing here, by why."""
+"""They change nothing here, by the reason."""
 
 _INIT: Final = ("gaussian", "eva", "orthogonal", "mica", "true", "false", "none")
 """They change only A and B, which are in the file."""
 
 _BASES_TOO: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""These have changed the base's weights before the first step. What follows, as in pissa_niter_16, does not matter."""
+"""These have changed the base's weights before the first step. A suffix, as in pissa_niter_16, does not matter."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,10 +112,10 @@ def _check_lists(config: AdapterConfig) -> None:
 
 
 class Targets:
-    """Which modules are adapted, of the names that a base has. Raises BadFolder."""
+    """The modules that are adapted, among the names that a base has. Raises BadFolder."""
 
     def __init__(self, config: AdapterConfig, linears: Iterable[str]) -> None:
-        """``linears`` are what "all-linear" means."""
+        """``linears`` are the modules that "all-linear" stands for."""
         wanted = config.target_modules
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             wanted = list(linears)
@@ -185,6 +185,6 @@ def _matches(wanted: re.Pattern[str] | frozenset[str], name: str) -> bool:
 
 
 def _suffixes(name: str) -> Iterator[str]:
-    """The name, and what follows each of its dots."""
+    """The name, and its suffix after each dot."""
     parts = name.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))

@@ -1,6 +1,6 @@
-"""The tensors that an adapter's file has to have, by its configuration and its base's modules. Runs in the sandbox.
+"""The tensors required in an adapter's file, from its configuration and its base's modules. Runs in the sandbox.
 
-Names are those that PEFT saves. What is tied in the base stays apart here: an adapter may change one use and not the
+Names are those that PEFT saves. Parameters tied in the base stay apart here: an adapter may change one use and not the
 other.
 """
 
@@ -56,7 +56,7 @@ def wanted_tensors(config: AdapterConfig, model: Any) -> WantedTensors:
         _add_module(wanted, name, named[name], *scales.of(name), config.lora_bias)
 
     def place(parameter: str) -> str:
-        """Where PEFT has it."""
+        """Its name in PEFT's file."""
         owner, _, last = parameter.rpartition(".")
         return PREFIX + (f"{owner}.base_layer.{last}" if owner in targets else parameter)
 
@@ -85,7 +85,7 @@ def wanted_tensors(config: AdapterConfig, model: Any) -> WantedTensors:
 
 
 def _embeddings(model: Any, named: dict[str, Any]) -> list[str]:
-    """Names of the modules for what comes in and what goes out."""
+    """Names of the modules for input and output."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [next(name for name, module in named.items() if module is end) for end in ends if end is not None]
 

@@ -1,8 +1,8 @@
-"""Brings an adapter's tensors to the node, as a runtime computes with them. Runs in the sandbox.
+"""Uploads an adapter's tensors to the node, as a runtime computes with them. Runs in the sandbox.
 
-Small ones lie behind each other in one storage, so they are one copy, and share memory with nothing of the base: a
-function over a base that is on a GPU already has only this to bring. Large ones are whole parameters, which other
-adapters may have too: each is a storage of its own, and shared by content.
+Small tensors are packed into one storage, so they are one copy and share no memory with the base: a function over a
+base that is already on a GPU needs only this copy. Large ones are whole parameters, which other adapters may have too:
+each is a storage of its own, and shared by content.
 """
 
 from typing import Final
@@ -22,7 +22,7 @@ LARGE_NBYTES: Final = 4 << 20
 
 
 def upload(spec: DecoderSpec, found: FoundAdapter) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
-    """Where each tensor is, and what keeps them there."""
+    """The place of each tensor, and the objects that keep them there."""
     dtype = DTYPES[spec.dtype]
     step = ALIGNMENT // dtype.itemsize
     small: list[tuple[list[str], torch.Tensor, int]] = []

@@ -10,8 +10,9 @@ from dormouse.schemas.llm import BIAS, DOWN, REPLACED, UP
 
 
 def without_equal(found: FoundAdapter, base: Callable[[str], torch.Tensor]) -> FoundAdapter:
-    """Without parameters that are the base's as they are: PEFT saves whole embeddings beside what it adds to them, and
-    what was to be trained and was not. ``base(parameter)``: the base's, as runtimes have it; asked once for each.
+    """Without parameters that equal the base's: PEFT saves whole embeddings beside its additions to them, and
+    parameters that were to be trained but were not. ``base(parameter)``: the base's, as runtimes have it; asked once
+    for each.
     """
     kept: dict[str, str] = {}
     for parameter, name in found.replaced.items():

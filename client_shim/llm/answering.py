@@ -1,7 +1,6 @@
-"""All requests that are open, and how tokens become their answers: text, parts of streams, ends.
+"""Owns the open requests and turns tokens into their answers: text, parts of streams, ends.
 
-It sends to the router and to nobody else. Where tokens come from is serving.py's to know; how an answer is worded is in
-answers.py.
+It sends only to the router. serving.py receives the tokens; answers.py words the answers.
 """
 
 import time
@@ -39,8 +38,8 @@ _FAILED: Final = {
 
 
 class Answering:
-    """See the module. ``tell(message)`` is for the runtime: what tokens may come, and that none are needed any more.
-    ``numbers`` are those of sequences.
+    """See the module. ``tell(message)`` is for the runtime: the tokens that may come, and that none are needed any
+    more. ``numbers`` are those of sequences.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Answering:
             self._fail(request, code, text)
 
     def resume(self, text: str) -> None:
-        """What was under way goes on once; a second time it fails with ``text``."""
+        """Unfinished requests go on once; a second time they fail with ``text``."""
         for generation in self._generations.values():
             generation.resumed += 1
         for request in list(self._requests.values()):
@@ -107,7 +106,7 @@ class Answering:
     # --- tokens
 
     def tokens(self, made: m.Tokens) -> None:
-        """What a step has made."""
+        """The tokens that a step has made."""
         now_s = time.monotonic()
         self.timings.heard(now_s)
         for number, nbytes in made.reused:
@@ -237,7 +236,7 @@ class Answering:
         return False
 
     def _called(self, request: OpenRequest, choice: Choice, piece: CallBegun | CallPart) -> bytes:
-        """How a stream tells of it."""
+        """Report it in a stream."""
         if isinstance(piece, CallBegun):
             choice.calls.append(ToolCall(piece.id, piece.name))
             if not request.streams:
@@ -294,8 +293,8 @@ class Answering:
         return unfinished
 
     def _hold(self, request: OpenRequest) -> None:
-        """Its client does not read: its sequences stop, and leave their KV to who needs it. They go on under other
-        numbers, because tokens of these may be on their way.
+        """Its client does not read: its sequences stop and release their KV. They go on under other numbers, because
+        tokens of these may be on their way.
         """
         request.held = True
         for generation in request.generations:
@@ -310,7 +309,7 @@ class Answering:
                 request.unsent += request.answer.first(generation.choice.index)
 
     def _flush(self, request: OpenRequest) -> None:
-        """Send what the client has room for; the end, when all is sent."""
+        """Send as much as the client has room for, and the end once all is sent."""
         while request.unsent and request.room_nbytes > 0:
             size = min(len(request.unsent), request.room_nbytes, m.CHUNK_NBYTES)
             self._part(request, bytes(request.unsent[:size]))

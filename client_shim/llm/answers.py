@@ -1,4 +1,4 @@
-"""Answers as OpenAI's interface has them: whole, and in server-sent events."""
+"""Answers in the form of OpenAI's interface: whole, and as server-sent events."""
 
 import codecs
 import time
@@ -18,7 +18,7 @@ def event(value: Any) -> bytes:
 
 @dataclass
 class ToolCall:
-    """What was made so far of a call; ``arguments`` are parts of a JSON object."""
+    """A call as made so far; ``arguments`` are parts of a JSON object."""
 
     id: str
     name: str
@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass
 class Choice:
-    """What was made so far of one choice."""
+    """One choice as made so far."""
 
     index: int
     text: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class OpenAiAnswer:
     created: int = field(default_factory=lambda: int(time.time()))
     wants_logprobs: bool = False
     _told: dict[int, "_LogprobsOfCompletions"] = field(default_factory=dict)  # by choice
-    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # by choice: what is around a part's text
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # by choice: the bytes around a part's text
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         if self.kind == "completions":
@@ -146,7 +146,7 @@ def logprob_entry(name: str, text: bytes | None, logprob: float) -> dict[str, An
 
 
 class _LogprobsOfCompletions:
-    """Of one choice. Of tokens with the same text, the most probable one is told."""
+    """Of one choice. Of tokens with the same text, the most probable one is reported."""
 
     def __init__(self) -> None:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")

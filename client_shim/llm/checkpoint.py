@@ -1,7 +1,7 @@
-"""The weights of a model's folder: which tensors there are, and their bytes. Runs in the sandbox.
+"""The weights in a model's folder: the list of tensors, and their bytes. Runs in the sandbox.
 
 Three kinds: safetensors, judged by their headers before a byte is read; GGUF (gguf_file.py); and pickles, of which only
-tensors are taken, and only if the owner has said so. Which tensors a model wants is weights.py's.
+tensors are taken, and only if the owner has said so. weights.py decides which tensors a model wants.
 """
 
 import json
@@ -123,7 +123,7 @@ class SafetensorsFiles:
 
 
 def _header(path: str, name: str) -> dict[str, StoredTensor]:
-    """What a safetensors file says of itself, if that is true. Raises BadFolder."""
+    """The header of a safetensors file, checked. Raises BadFolder."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(8)
@@ -176,7 +176,7 @@ def _whole(value: Any) -> int:
 
 
 class PickledFiles:
-    """Only tensors are unpickled; whatever else a file asks for is refused. Raises BadFolder."""
+    """Only tensors are unpickled; anything else that a file asks for is refused. Raises BadFolder."""
 
     def __init__(self, folder: str, names: list[str]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -212,7 +212,7 @@ def _unpickled(path: str, name: str) -> dict[str, torch.Tensor]:
         raise
     except UnpicklingError as error:
         raise BadFolder(f"{name} has more than tensors in it, and was not read: {_unsupported(str(error))}") from error
-    except Exception as error:  # whatever a stranger's file makes it raise
+    except Exception as error:  # an untrusted file may make it raise anything
         raise BadFolder(f"{name} is no file of weights: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
         raise BadFolder(f"{name} has no tensors by name")
@@ -224,6 +224,6 @@ def _unpickled(path: str, name: str) -> dict[str, torch.Tensor]:
 
 
 def _unsupported(text: str) -> str:
-    """What a pickle wanted, without the advice that `torch.load` has around it."""
+    """The thing that a pickle asked for, without the advice that `torch.load` has around it."""
     lines = [line.strip() for line in text.splitlines() if "GLOBAL" in line or "nsupported" in line]
     return (lines[0] if lines else text.splitlines()[-1]).split(" was not an allowed")[0].removesuffix(".")

@@ -1,6 +1,6 @@
-"""Text of tokens as its tokenizer makes it, token by token: joined, the parts are what it makes of all at once.
+"""Decodes tokens to text one by one: the joined parts equal the tokenizer's text of all tokens at once.
 
-What a token adds depends on what its decoder does, of which four kinds are told apart::
+The text that a token adds depends on the tokenizer's decoder, which is of one of these kinds::
 
     bytes    ByteLevel: tokens are bytes, text is UTF-8                      held: the bytes of half a character
     pieces   Metaspace, ByteFallback, Strip and others, each token for       held: a run of byte tokens, of which one
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""What ByteFallback takes for a byte."""
+"""Tokens that ByteFallback takes for a byte."""
 
 _ANCHOR: Final = "a"
 """A token that is its own text, before others that are not the first ones of a text."""
@@ -38,10 +38,10 @@ class Pieces(Protocol):
     """The text of one sequence of tokens, by their names."""
 
     def put(self, names: list[str], last: bool) -> str:
-        """What is certain now; with ``last`` all of it."""
+        """The text that is certain now; with ``last`` all of it."""
 
     def bytes_of(self, name: str) -> bytes:
-        """What this token would add next."""
+        """The bytes that this token would add next."""
 
 
 class _Bytes:
@@ -131,7 +131,7 @@ class TextOfTokens:
         self._decoding, self._pieces, self._shown = decoding, pieces, shown
 
     def put(self, tokens: Sequence[int], last: bool = False) -> str:
-        """What is certain now; with ``last``, all of it."""
+        """The text that is certain now; with ``last``, all of it."""
         with _readable():
             names = [self._decoding.name(token) for token in tokens if not self.hides(token)]
             return self._pieces.put([name for name in names if name is not None], last)
@@ -140,7 +140,7 @@ class TextOfTokens:
         return token not in self._shown and self._decoding.name(token) in self._decoding.special
 
     def told(self, token: int) -> tuple[str, bytes | None]:
-        """A token that might come next: its name, and what it would add to the text, if it is text."""
+        """A token that might come next: its name, and the bytes that it would add to the text, if it is text."""
         with _readable():
             name = self._decoding.name(token)
             return name or "", None if name is None or self.hides(token) else self._pieces.bytes_of(name)
@@ -183,7 +183,7 @@ class Decoding:
 
 
 def _stages(decoder: Any) -> list[dict[str, Any]]:
-    """What it does, one after the other."""
+    """The decoder's stages, in order."""
 
     def flat(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if stage["type"] == "Sequence":
@@ -207,7 +207,7 @@ def _clean_of(tokenizer: Any) -> Callable[[str], str] | None:
 
 
 def of_library(error: BaseException) -> bool:
-    """Of Python, or a panic of a library in Rust, which is no Exception and can be told by its name only."""
+    """Of Python, or a panic of a library in Rust, which is no Exception and can be recognized by its name only."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

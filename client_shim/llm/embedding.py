@@ -1,8 +1,8 @@
-"""A function that makes embeddings: a model of texts, from its folder to OpenAI's answer. Runs in the sandbox.
+"""The function that makes embeddings: a text model, from its folder to OpenAI's answer. Runs in the sandbox.
 
-It is an ordinary function whose code is here: its modules are those of `transformers`, its operations go to the GPU as
-any function's do. So encoders run that have no KV and see all of a text at once; and a wake, a lease, sharing and extra
-instances are those of functions. Decoders can be used, too.
+It is an ordinary function whose code is here: it uses the modules of `transformers`, and its operations go to the GPU
+like any function's. So it can run encoders, which have no KV and see all of a text at once. Wakes, leases, sharing and
+extra instances are those of functions. Decoders can be used, too.
 """
 
 import base64

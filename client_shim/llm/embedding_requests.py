@@ -1,4 +1,4 @@
-"""Requests for embeddings as OpenAI's interface has them, checked: what is not understood is refused by name. Pure."""
+"""Parses and checks embedding requests of OpenAI's interface; anything not understood is refused by name. Pure."""
 
 from typing import Any, Final
 

@@ -1,6 +1,6 @@
-"""Every key of a request that is looked at, in one table: no key is ignored in silence, at whatever depth. Pure.
+"""The table of request keys, at every depth: no key is silently ignored. Pure.
 
-A schema in a request is not here: its keys are known to the library of grammars, which refuses others.
+Keys of a schema in a request are not here: the grammar library knows them and refuses others.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from typing import Any, Final
 READ: Final = "read"
 TEMPLATE: Final = "template"
 HARMLESS: Final = "harmless"
-"""What becomes of a key: something is done with it, the model's template gets it, or it only speaks of the client. Else
-it would have an effect that is not there: then it has the values that ask for none.
+"""The treatment of a key: it is used, the model's template gets it, or it only describes the client. A key whose effect
+is not implemented has the values that ask for no effect.
 """
 
 Meaning = str | tuple[Any, ...]

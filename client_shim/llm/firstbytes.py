@@ -1,7 +1,7 @@
-"""What a file is that is not what its name says: told by its first bytes. Pure.
+"""Recognizes, by its first bytes, a file that is not of the kind that its name says. Pure.
 
-So arrive what downloads leave: pointers of Git LFS, pages of a web server, texts of an error, half of a file, and files
-of another format under a name that somebody gave them.
+Such files come from downloads: pointers of Git LFS, pages of a web server, texts of an error, half of a file, and files
+of another format that somebody renamed.
 """
 
 import re
@@ -25,8 +25,8 @@ _TEXT: Final = re.compile(rb"[\t\n\r -~]*")
 
 
 def mistaken(start: bytes, nbytes: int, but: str = "") -> str:
-    """What to say of a file that begins so and has so many bytes; "" if nothing is known. ``but``: the kind that it is
-    to be, as messages have it.
+    """The message about a file with these first bytes and this size; "" if nothing is known. ``but``: the expected
+    kind, as messages have it.
     """
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself: run `git lfs pull` in the folder"

@@ -1,6 +1,6 @@
-"""A model's folder as it comes from a hub: its configuration, checked. Runs in the sandbox.
+"""Checks the configuration of a model's folder as it comes from a hub. Runs in the sandbox.
 
-What cannot be served is refused here by name, before anything is made of the numbers that a stranger has written.
+Models that cannot be served are refused here by name, before any of the untrusted numbers is used.
 """
 
 import json
@@ -18,7 +18,7 @@ MAX_JSON_NBYTES: Final = 1 << 20
 
 _DTYPES: Final[dict[Any, Dtype]] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""What families call the number of their layers."""
+"""Families' names for the number of their layers."""
 
 _QUANTIZED: Final = ("quantization_config", "compression_config", "quantization")
 
@@ -29,8 +29,8 @@ _UNREAD: Final = """
     rope_interleave rope_interleaved rotary_pct scale_attn_by_inverse_layer_idx scale_depth scale_emb sliding_window
     use_alibi use_bidirectional_attention use_qk_norm
 """
-"""They change what some family, or another program, computes, and have no tensor that would be missed. Where a family's
-code does not read them, `transformers` leaves them out without a word.
+"""They change the computation of some family, or of another program, and have no tensor that would be missed. Where a
+family's code does not read them, `transformers` silently leaves them out.
 """
 
 
@@ -78,7 +78,7 @@ def first_bytes(folder: str, name: str) -> tuple[bytes, int]:
 
 
 def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
-    """Of what ``config.json`` says, after it was looked through for what is refused anyway. Raises BadFolder."""
+    """The family in ``config.json``, after a check for fields that are refused anyway. Raises BadFolder."""
     if raw.get("auto_map"):
         raise BadFolder("config.json has auto_map: it brings code of its own, which is not run")
     for name in _QUANTIZED:
@@ -95,13 +95,13 @@ def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
 
 
 def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
-    """From what ``config.json`` says. ``dtype`` "auto" is that which it names. Raises BadFolder, ConfigError."""
+    """From ``config.json``. ``dtype`` "auto" is the one that it names. Raises BadFolder, ConfigError."""
     family = family_of(raw, FAMILIES)
     _check_rope(raw)
     _check_unread(family, raw)
     made = config_of(family, raw)
     if "rope_parameters" in FAMILIES[family]:
-        made.standardize_rope_params()  # as its modules do once more, with what is beside them in the file
+        made.standardize_rope_params()  # as its modules do once more, with the fields beside them in the file
     config = made.to_dict()
     known = {name: config[name] for name in FAMILIES[family] if name in config}
     chosen = dtype_of(raw, dtype)
@@ -116,7 +116,7 @@ def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
 
 
 def _check_rope(raw: dict[str, Any]) -> None:
-    """Raises BadFolder for what would fail without a name, or be taken for something else."""
+    """Raises BadFolder for values that would fail without a name, or be taken for something else."""
     for name in ("rope_scaling", "rope_parameters"):
         if raw.get(name) and (why := rope.why_odd(raw[name], rope.GIVEN)):
             raise BadFolder(f"config.json: {name}: {why}")
@@ -153,12 +153,14 @@ def dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
 
 
 def config_of(family: str, raw: dict[str, Any]) -> Any:
-    """What `transformers` makes of it: defaults, and fields that have changed their names. Raises BadFolder."""
+    """The configuration as `transformers` reads it: with defaults, and fields that have changed their names. Raises
+    BadFolder.
+    """
     from transformers import AutoConfig
 
     without = ("model_type", "transformers_version")
-    given = {name: deepcopy(value) for name, value in raw.items() if name not in without}  # it changes what it gets
+    given = {name: deepcopy(value) for name, value in raw.items() if name not in without}  # it changes its argument
     try:
         return AutoConfig.for_model(family, **given)
-    except Exception as error:  # whatever a stranger's file makes it raise
+    except Exception as error:  # an untrusted file may make it raise anything
         raise BadFolder(f"config.json is not one of {family}: {error}") from error

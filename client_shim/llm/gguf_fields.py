@@ -1,4 +1,4 @@
-"""What a GGUF file's own fields say of a model, beside what `transformers` has read of them. Pure.
+"""Model settings in a GGUF file's own fields, beyond those that `transformers` has read. Pure.
 
 `transformers` leaves out fields that it does not know, and takes its family's default where a file says something else.
 Here each field of the architecture is read, known to change nothing, or refused by name.
@@ -21,8 +21,8 @@ _SMALL_GEMMA_HEADS: Final = 46
 
 
 def settled(architecture: str, read: Mapping[str, str | None], fields: Mapping[str, Any], raw: Any) -> dict[str, Any]:
-    """What ``config.json`` would say. ``read``: the fields that `transformers` has read, and what it calls them;
-    ``fields``: all of the file's, without the architecture; ``raw``: what it made of them. Raises BadFolder.
+    """The equivalent of ``config.json``. ``read``: the fields that `transformers` has read, and its names for them;
+    ``fields``: all of the file's, without the architecture; ``raw``: the values that it made of them. Raises BadFolder.
     """
     config: dict[str, Any] = dict(raw)
     heads, hidden = (config.get(name) for name in _sizes(architecture))

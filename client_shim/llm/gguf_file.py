@@ -1,7 +1,7 @@
 """A model in one file of llama.cpp's format GGUF: read with the package `gguf`, and computed in full precision.
 
-Runs in the sandbox. What its names and numbers mean is known to `transformers`; what that does not know, or leaves out
-without a word, is refused here by name. Tensors are made one at a time, as they are asked for.
+Runs in the sandbox. `transformers` knows the meaning of its names and numbers; anything that it does not know, or
+silently leaves out, is refused here by name. Tensors are made one at a time, as they are asked for.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from dormouse.schemas.llm import FAMILIES
 
 _SCALED: Final = "the positions of its tokens are scaled, which is not read from GGUF: deploy it from its folder"
 _ARCHITECTURES: Final = {"mistral": "llama"}
-"""What `gguf` calls a family, where that is not its ``model_type``."""
+"""Names of families in `gguf`, where they differ from the ``model_type``."""
 
 
 def gguf_config(folder: str, name: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
         fields = {
             key.removeprefix(start): each.contents() for key, each in reader.fields.items() if key.startswith(start)
         }
-    except Exception as error:  # whatever a stranger's file makes it raise
+    except Exception as error:  # an untrusted file may make it raise anything
         text = f"{name} cannot be read: {type(error).__name__}: {error}"
         raise BadFolder(f"{text}; it may be truncated: download it again") from error
     config = {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
@@ -82,11 +82,11 @@ def gguf_ends(folder: str, name: str) -> list[Any]:
 
 _SAMPLING: Final = "general.sampling."
 _SAMPLED: Final = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-"""What is called otherwise in generation_config.json."""
+"""Fields with another name in generation_config.json."""
 
 
 def gguf_sampling(folder: str, name: str) -> dict[str, Any]:
-    """How it says that it is sampled, as ``generation_config.json`` would say it. Of one that was read before."""
+    """Its sampling settings, as ``generation_config.json`` would have them. Of one that was read before."""
     from gguf import GGUFReader
 
     fields = GGUFReader(os.path.join(folder, name)).fields
@@ -112,7 +112,7 @@ class GgufFile:
             self._names: dict[str, str] = known.get_gguf_hf_weights_map(
                 model, self._processor, model_type=_ARCHITECTURES.get(family, family)
             )
-        except Exception as error:  # whatever a stranger's file makes it raise
+        except Exception as error:  # an untrusted file may make it raise anything
             raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
         tensors = list(reader.tensors)
         self._names.setdefault("output.weight", "lm_head.weight")
@@ -145,7 +145,7 @@ class GgufFile:
 
 
 def by_parameter(name: str, names: Mapping[str, str], tensors: Iterable[Any]) -> dict[str, Any]:
-    """The file's tensors by what `transformers` calls them. Raises BadFolder for two that are one."""
+    """The file's tensors by their names in `transformers`. Raises BadFolder for two that are one."""
     found: dict[str, Any] = {}
     for tensor in tensors:
         if (other := found.setdefault(names[tensor.name], tensor)) is not tensor:

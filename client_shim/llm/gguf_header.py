@@ -1,4 +1,4 @@
-"""Whether a GGUF file begins as one: every length is looked at before a library makes lists of so many things. Pure.
+"""Checks the header of a GGUF file: every length is checked before a library makes lists of so many things. Pure.
 
 ::
 

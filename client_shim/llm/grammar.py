@@ -1,7 +1,7 @@
-"""Answers that keep to a grammar: which tokens may come next. The grammar and its library stay in the sandbox.
+"""Grammars of answers: they decide which tokens may come next. The grammar and its library stay in the sandbox.
 
-What a schema may cost is bounded by the library's fuel, and by a time limit on top. Grammars are compiled, and masks
-computed, by workers, while other answers go on. What takes longer is given up: it goes on in its thread, without a say.
+The library's fuel and a time limit bound the cost of a schema. Workers compile grammars and compute masks while other
+answers go on. Work over the time limit is given up: it goes on in its thread, and its result is ignored.
 """
 
 from collections import OrderedDict
@@ -37,8 +37,8 @@ class BrokenGrammar(Exception):
 
 
 class Grammar:
-    """Where one answer is in its grammar. ``bits``: one for each token that may come next, of those of the model's
-    vocabulary.
+    """The position of one answer in its grammar. ``bits``: one for each token that may come next, of those of the
+    model's vocabulary.
     """
 
     def __init__(self, matcher: Any, bits: bytes) -> None:
@@ -66,7 +66,7 @@ def _check(matcher: Any) -> None:
 
 
 def _reason(text: str) -> str:
-    """What the library says, without the grammar that it shows below."""
+    """The library's message, without the grammar that it shows below."""
     text = text.partition("\n   1 |")[0].replace("<non-verbose/>", "")
     return (text.rpartition("failed to compile JSON schema: ")[2] or text).strip()[:REASON_CHARS]
 

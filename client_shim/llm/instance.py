@@ -26,7 +26,7 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
         stream.commit()
     except PeerLost:
         raise
-    except Exception as error:  # the folder is a stranger's
+    except Exception as error:  # the folder is untrusted
         text = str(error) if isinstance(error, BadFolder | ConfigError) else f"{type(error).__name__}: {error}"
         print(text, file=sys.stderr, flush=True)
         backend.router.send(m.LoadFailed(code="bad_folder", text=text))

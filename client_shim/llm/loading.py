@@ -1,7 +1,7 @@
 """Loading a language model into an instance: its configuration, words, weights and, if it has one, its adapter, in the
 order in which they can fail.
 
-Runs in the sandbox. What is cheap to find out comes first, so that a folder that cannot be served costs little.
+Runs in the sandbox. Cheap checks come first, so that a folder that cannot be served costs little.
 """
 
 import math
@@ -104,7 +104,7 @@ def kv_nbytes(spec: DecoderSpec, tokens: int) -> int:
 
 
 def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str:
-    """What to warn of: the longest sequences have no room; "" if they have. Raises BadFolder if next to none has."""
+    """A warning if the longest sequences have no room; else "". Raises BadFolder if next to none has."""
     room = gpu_nbytes - weights_nbytes
     if gpu_nbytes <= 0 or room < 0:  # not known; too large a model is refused by the node, with its own words
         return ""

@@ -7,7 +7,7 @@ from typing import Any, Final
 from dormouse.client_shim.llm.requests import RefusedRequest, check_keys
 
 _ROLES: Final = {"developer": "system"}
-"""What OpenAI calls otherwise than templates."""
+"""OpenAI's names that differ from those of templates."""
 
 
 def role_of(message: dict[str, Any]) -> str:
@@ -19,12 +19,12 @@ def role_of(message: dict[str, Any]) -> str:
 
 
 def templated(message: dict[str, Any], as_parts: bool, named: Callable[[str], bool]) -> dict[str, Any]:
-    """Its content as a text or ``as_parts``, and what it calls with arguments as objects. ``named``: whether the
-    template has this word. Raises RefusedRequest.
+    """Its content as a text or ``as_parts``, and its calls with arguments as objects. ``named``: whether the template
+    has this word. Raises RefusedRequest.
     """
     check_keys("messages", message, "messages", "a message", named)
     texts = _texts(message.get("content"), named)
-    if (refusal := message.get("refusal")) is not None:  # what the model has said instead
+    if (refusal := message.get("refusal")) is not None:  # the model's words instead of an answer
         if any(texts) or not isinstance(refusal, str):
             raise RefusedRequest("a message has content, or a refusal, which is a text", "messages")
         texts = [refusal]

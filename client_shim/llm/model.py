@@ -30,7 +30,7 @@ GGUF_ENDS: Final = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
 )
-"""Names of tokens that llama.cpp takes for ends in any file: converters have not always told which they are."""
+"""Names of tokens that llama.cpp takes for ends in any file: converters have not always named them."""
 
 
 def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
@@ -45,11 +45,11 @@ def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
     try:
         found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **where)
         found.encode("a")
-    except BaseException as error:  # whatever a stranger's files make it raise
+    except BaseException as error:  # untrusted files may make it raise anything
         if not of_library(error):
             raise
         raise BadFolder(f"the folder has no tokenizer that can be used: {_broken(folder, names) or error}") from error
-    # Of a GGUF file transformers adds tokens that a family is used to have; what a text has of them is refused.
+    # Of a GGUF file transformers adds tokens that a family is used to have; a text with such tokens is refused.
     if (found.vocab_size if gguf else len(found)) > vocabulary:
         text = f"the tokenizer has {len(found):,} tokens, the model {vocabulary:,}"
         raise BadFolder(f"{text}: these are files of two models")
@@ -57,7 +57,7 @@ def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
 
 
 def _broken(folder: str, names: Sequence[str]) -> str:
-    """Which of its files is no JSON, and why; "" if all are."""
+    """The file that is no JSON, and why; "" if all are."""
     try:
         for name in names:
             if name.endswith(".json"):
@@ -94,7 +94,7 @@ class Words:
         return sorted({token for token in tokens if type(token) is int and 0 <= token < self._vocabulary})
 
     def tool_format(self) -> ToolFormat:
-        """How it calls tools. Raises RefusedRequest if it does not, or in no known form."""
+        """The form of its tool calls. Raises RefusedRequest if it has none, or no known one."""
         form = self.template.tool_format
         if form is None:
             text = "this model's chat template has no tools, or calls them in no form that is known: leave tools out"
@@ -116,7 +116,7 @@ class Words:
         return found
 
     def text(self, form: ToolFormat | None, stops: Sequence[str]) -> TextStream:
-        """Of one answer. What is around calls is shown, even where it is no text."""
+        """Of one answer. Tokens around calls are shown, even where they are no text."""
         marks = [] if form is None else form.marks
         return TextStream(self._decoding, stops, [self.special[mark] for mark in marks if mark in self.special])
 

@@ -1,4 +1,4 @@
-"""Requests that are being answered: what was asked, what was made so far, what the client has not taken yet."""
+"""The state of open requests: the request, the answer so far, and the part that the client has not taken yet."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,11 +35,11 @@ class OpenChoice:
     made: list[int] = field(default_factory=list)
     resumed: int = 0
     reused: int = 0
-    taking: Work[None] | None = None  # its grammar takes the last token, and finds what may follow
-    slow_s: float = 0.0  # what slow masks took
+    taking: Work[None] | None = None  # its grammar takes the last token, and finds the tokens that may follow
+    slow_s: float = 0.0  # time that slow masks took
 
     def mask(self) -> m.Mask | None:
-        """Which token may come next, if not all may and it is known."""
+        """The tokens that may come next, if not all may and they are known."""
         if self.grammar is None or self.taking is not None:
             return None
         return m.Mask(number=self.number, position=len(self.request.prompt) + len(self.made), bits=self.grammar.bits)
@@ -69,7 +69,7 @@ class OpenChoice:
         return [text] if text else []
 
     def submits(self, ends: list[int], now_s: float) -> Iterator[m.Submit | m.Mask]:
-        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer."""
+        """The messages with which a runtime begins it or goes on with it. ``ends``: tokens that end an answer."""
         request, asked, sampling = self.request, self.request.asked, self.request.sampling
         parts = list(batches(request.prompt + self.made, SUBMIT_TOKENS))
         stops = [*([] if asked.ignore_eos else ends), *(asked.stop_token_ids or ())]
@@ -109,7 +109,7 @@ class OpenRequest:
     limit: int  # tokens of prompt and answer at most
     logprobs: int
     sampling: DefaultSampling
-    wanted: Wanted | None = None  # what its answers keep to
+    wanted: Wanted | None = None  # the grammar of its answers
     parallel_calls: bool = True  # else it ends with its first call
     generations: list[OpenChoice] = field(default_factory=list)
     began: bool = False  # there is some of it

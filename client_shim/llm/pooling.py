@@ -1,7 +1,7 @@
-"""How a vector is made of a text's hidden states: what a folder says of it, in the files of sentence-transformers.
+"""Pools a text's hidden states into one vector, as the folder's files of sentence-transformers say.
 
-Runs in the sandbox. A folder that has none of these files gets what its family is usually used with: the mean of all
-tokens for encoders, the last token for decoders, each of length one.
+Runs in the sandbox. A folder that has none of these files gets the usual pooling of its family: the mean of all tokens
+for encoders, the last token for decoders, each of length one.
 """
 
 import os
@@ -46,7 +46,7 @@ class Pooling(NamedTuple):
 
 
 def pooling_of(folder: str, decoder: bool) -> Pooling:
-    """Raises BadFolder for what is not done here."""
+    """Raises BadFolder for settings that are not supported here."""
     if not os.path.exists(os.path.join(folder, MODULES)):
         return Pooling("last" if decoder else "mean", True)
     mode, normalized = "", False

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's interface, checked: what is known is understood, what cannot be done is refused by name."""
+"""Parses and checks requests of OpenAI's interface; anything that cannot be done is refused by name."""
 
 import random
 from collections.abc import Callable, Collection
@@ -186,7 +186,7 @@ def most_new(request: Request) -> int | None:
 
 
 def logprobs_of(request: Request) -> int:
-    """So many of the most probable tokens are told; -1: none at all. Raises RefusedRequest."""
+    """So many of the most probable tokens are reported; -1: none at all. Raises RefusedRequest."""
     if isinstance(request, CompletionRequest):
         count = -1 if request.logprobs is None else request.logprobs
     elif request.top_logprobs is not None and not request.logprobs:
@@ -197,7 +197,7 @@ def logprobs_of(request: Request) -> int:
 
 
 def schema_of(request: Request) -> dict[str, Any] | None:
-    """What the answer's text has to be, if it is JSON. Raises RefusedRequest."""
+    """The schema of the answer's text, if it is JSON. Raises RefusedRequest."""
     given = request.response_format
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""`/v1/responses`: its requests as those of chats, its answers as items, whole and in events. Pure."""
+"""Translates requests of `/v1/responses` to chats, and answers to its items, whole and as events. Pure."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from dormouse.client_shim.llm.answers import Choice, ToolCall
 from dormouse.client_shim.llm.fields import FIELDS
 
 PARAMS: Final = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
-"""What fields of a chat are called here."""
+"""The names of a chat's fields here."""
 
 _TEXTS: Final = ("text", "input_text", "output_text")
 
@@ -136,7 +136,7 @@ class ResponsesAnswer:
     _arguments: list[str] = field(default_factory=list)  # of that
     _finish: str = "stop"
 
-    # --- what came
+    # --- events of the answer
 
     def first(self, index: int) -> bytes:
         response = self._response("in_progress", None)
@@ -193,7 +193,7 @@ class ResponsesAnswer:
         self.last(0, choice.finish or "stop")
         return orjson.dumps(self._response(self._status, usage))
 
-    # --- how it is said
+    # --- their form on the wire
 
     @property
     def _status(self) -> str:

@@ -1,9 +1,9 @@
-"""How a model's makers want it sampled, where a request says nothing: by its folder's ``generation_config.json``, or a
+"""A model's default sampling, for requests that set none: from its folder's ``generation_config.json``, or a
 ``config.json`` of the time when there was no such file, or a GGUF file.
 
 The fields that are followed are vLLM's (``--generation-config auto``). As in transformers, ``do_sample: false`` takes
-the most probable token, and ``stop_strings`` end an answer. What else changes an answer of transformers' ``generate``,
-and what nobody knows, is told to who deploys.
+the most probable token, and ``stop_strings`` end an answer. Other fields that change an answer of transformers'
+``generate``, and unknown ones, are reported to the deployer.
 """
 
 import math
@@ -22,7 +22,7 @@ FILE: Final = "generation_config.json"
 _CONFIG: Final = "config.json"
 
 MAX_UNFOLLOWED: Final = 32
-"""Names that are told: as many as there are, and bounded for a file of a stranger."""
+"""Names that are reported: as many as there are, and bounded for an untrusted file."""
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "bad_words_ids": ([],),
@@ -60,7 +60,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "watermarking_config": (),
     "xtc_probability": (0,),
 }
-"""What is not followed, with the values at which it changes nothing (``null`` never does)."""
+"""Fields that are not followed, with the values at which they change nothing (``null`` never does)."""
 
 _HARMLESS: Final = (
     "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
@@ -72,9 +72,9 @@ _HARMLESS: Final = (
     "return_dict_in_generate", "speculation_type", "target_lookbehind", "transformers_version", "use_cache", "use_mtp",
     "xtc_threshold", "_commit_hash", "_from_model_config",
 )  # fmt: skip
-"""What changes no answer of a decoder that samples: speed, memory, results beside the tokens, ends (model.py), and what
-matters with beams, an encoder or another field only. ``max_length`` counts the prompt, too, and old files have it from
-the defaults of their day: the limit is the model's context, as in vLLM.
+"""Fields that change no answer of a decoder that samples: speed, memory, results beside the tokens, ends (model.py),
+and those that matter only with beams, an encoder or another field. ``max_length`` counts the prompt, too, and old files
+have it from the defaults of their day: the limit is the model's context, as in vLLM.
 """
 
 _SAID: Final = (
@@ -140,7 +140,7 @@ def sampling_of(said: dict[str, Any], file: str = FILE) -> DefaultSampling:
 
 
 def warning_of(sampling: DefaultSampling) -> str:
-    """What is not followed, in a sentence; "" if all is."""
+    """A sentence that names the fields that are not followed; "" if all are."""
     named = ", ".join(sampling.unfollowed)
     return f"answers here do not keep to what the model's files say of {named}" if named else ""
 

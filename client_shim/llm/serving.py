@@ -30,7 +30,7 @@ from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 MEET_S: Final = 10.0
 
 TICK_S: Final = 0.2
-"""How often grammars that are late are looked at: whether their time is over."""
+"""The interval at which late grammars are checked for their time limit."""
 
 WEIGHTS: Final = 128
 MODULES: Final = 64
@@ -38,7 +38,7 @@ MODULES: Final = 64
 
 
 class ServedModel(NamedTuple):
-    """What a runtime is told of a model. ``weights`` are its adapter's, too."""
+    """The description of a model that a runtime receives. ``weights`` are its adapter's, too."""
 
     spec: DecoderSpec
     weights: list[m.WeightAt]
@@ -113,7 +113,7 @@ class LlmServer:
         with self._refusing(run.request):
             try:
                 request = self._understanding.opened(run)
-            except RecursionError:  # what could just be read may be too deep for all that looks at it
+            except RecursionError:  # JSON that could just be read may be too deep for later code
                 raise RefusedRequest("the request is nested too deeply; send a simpler one") from None
             request.came_s = came_s
             if request.wanted is not None:
@@ -202,7 +202,7 @@ class LlmServer:
             self._resume("the process that computed it has died twice")
 
     def _resume(self, text: str) -> None:
-        """What was under way goes on with the next lease, once."""
+        """Unfinished requests go on with the next lease, once."""
         self._answering.resume(text)
         self._want_lease()
 
@@ -217,7 +217,7 @@ class LlmServer:
             try:
                 self._executor.send(msgspec.msgpack.encode(message))
             except PeerLost:
-                self._hang_up()  # the router will say what has become of the lease
+                self._hang_up()  # the router will report the lease's end
 
     def _hang_up(self) -> None:
         if self._executor is not None:

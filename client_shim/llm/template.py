@@ -1,7 +1,7 @@
-"""A model's chat template: in which form it wants the content of messages, found out when the model is deployed.
+"""A model's chat template, and the form in which it wants the content of messages, probed at deploy.
 
 A template is shown a message of each role, its content as a text and as a list of parts, which is how those of models
-that also see pictures want it. The first form that comes out in what it writes is used. Runs in the sandbox.
+that also see pictures want it. The first form that shows in its output is used. Runs in the sandbox.
 """
 
 import re
@@ -31,12 +31,12 @@ _AROUND: Final[dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = {
     "assistant": ([_USER], [_USER]),
     "tool": ([_USER, {"role": "assistant", "content": None, "tool_calls": _CALLS}], []),
 }
-"""What a message of a role has before it and after it, where a template wants that."""
+"""The messages before and after one of a role, where a template wants them."""
 
 
 class ChatTemplate:
-    """Of one tokenizer. ``forms``: by role, what was found out; nothing of a role for which the template raises. Raises
-    BadFolder for a template that cannot be read, and for one that does not show what users say.
+    """Of one tokenizer. ``forms``: by role, the form that was found; none for a role for which the template raises.
+    Raises BadFolder for a template that cannot be read, and for one that does not show users' messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -97,7 +97,7 @@ class ChatTemplate:
         for role in _AROUND:
             form, slow = self._form(role, forms.get("user") == "parts", tools)
             if slow:
-                break  # each request will be told
+                break  # each request gets the error
             if form is not None:
                 forms[role] = form
         if forms.get("user") == "none":

@@ -1,4 +1,4 @@
-"""An answer's text as it comes: up to a stop string, which may lie across tokens and may have special ones. Pure."""
+"""Ends an answer's text, as it comes, at a stop string, which may span tokens and may have special ones. Pure."""
 
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -30,7 +30,7 @@ class TextStream:
         self.stopped = False
 
     def put(self, tokens: Sequence[int], last: bool = False) -> str:
-        """What can be given out now. Nothing after a stop string, nor it itself."""
+        """The text that can be given out now, without a stop string and anything after it."""
         if self.stopped:
             return ""
         for token in tokens if self._marks else ():

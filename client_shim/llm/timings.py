@@ -1,7 +1,7 @@
-"""Where the time of a request to a language model goes, as its instance sees it: durations only. Pure; told the time.
+"""Durations of a request's phases, as a language model's instance sees them. Pure: callers pass the time.
 
-The runtime measures a sequence from the Submit on (FirstToken). What is before that, from the request's arrival here,
-is time in which it waits: for a lease, then for a runtime that was not ready, or for the end of somebody's step.
+The runtime measures a sequence from the Submit on (FirstToken). Before that, from its arrival here, the request waits:
+for a lease, then for a runtime that was not ready, or for the end of another request's step.
 """
 
 import math

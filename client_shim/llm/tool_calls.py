@@ -1,4 +1,4 @@
-"""Calls of tools in a model's text, as it comes. What only looks like a call comes out as text. Pure."""
+"""Finds tool calls in a model's text as it comes. Text that only looks like a call stays text. Pure."""
 
 import json
 import os
@@ -42,7 +42,7 @@ class JsonEnd:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def feed(self, text: str) -> int | None:
-        """How many characters of this part belong to it, once it ends."""
+        """The number of characters of this part that belong to it, once it ends."""
         for index, sign in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -68,8 +68,8 @@ class ToolCallStream:
     text --opening--> call --its JSON ends--> after --closing, or anything else--> text
                         +-- it is no call: all of it is text --> text
 
-    If it is ``certain`` that what an opening begins is a call, and right, then its arguments are given out as they
-    come; else when it is complete. A grammar makes it so.
+    If an opening is ``certain`` to begin a valid call, the arguments are given out as they come; else when the call is
+    complete. A grammar makes it certain.
     """
 
     def __init__(self, form: ToolFormat, names: Collection[str], certain: bool = False) -> None:
@@ -79,12 +79,12 @@ class ToolCallStream:
         self._step: Callable[[list[Piece], bool], bool] = self._in_text
         self._end = JsonEnd()  # of the call that has begun
         self._scanned = 0  # of the text, by it
-        self._opened = ""  # what the call began with
+        self._opened = ""  # the text that began the call
         self._fresh = True  # nothing but blanks has come: a bare call may begin
         self._called = False
 
     def put(self, text: str, last: bool = False) -> list[Piece]:
-        """What can be given out now."""
+        """The text and the calls that can be given out now."""
         self._text += text
         pieces: list[Piece] = []
         while self._step(pieces, last):
@@ -111,7 +111,7 @@ class ToolCallStream:
         if ready.startswith("[" if form.listed else "{"):
             self._say(pieces, self._text[:at].rstrip(_BLANK))
             return self._open(len(self._text) - len(ready))
-        if not ready and not last:  # what it opens is to be seen yet
+        if not ready and not last:  # the thing that it opens is not known yet
             self._say(pieces, self._text[:at].rstrip(_BLANK))
             return False
         self._say(pieces, self._text[: at + len(form.opening)])

@@ -1,6 +1,6 @@
-"""Tools that a request offers, how a model writes that it calls one, and the grammar of answers that must be calls.
+"""A request's tools, the syntax of a model's calls, and the grammar of answers that must be calls.
 
-Known forms, by what the model's template has::
+Known forms, by the model's template::
 
     hermes    <tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>     any number
     llama     {"name": "f", "parameters": {...}}                               alone, maybe after <|python_tag|>
@@ -47,7 +47,7 @@ MISTRAL: Final = ToolFormat("mistral", "[TOOL_CALLS]", listed=True)
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """How a model with this chat template calls tools, if that is known."""
+    """The call syntax of a model with this chat template, if it is known."""
     if not re.search(r"\btools\b", template) or "<function=" in template or "[ARGS]" in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -75,7 +75,7 @@ class ToolUse:
 
     @property
     def kept(self) -> bool:
-        """Whether calls keep to what the tools say."""
+        """Whether calls keep to the tools' descriptions."""
         return bool(self.must) or any(tool.strict for tool in self.tools)
 
     @property
@@ -84,7 +84,7 @@ class ToolUse:
 
 
 def tool_use(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """What a request says of them; None if nothing is to be called. Raises RefusedRequest."""
+    """The use of tools that a request asks for; None if nothing is to be called. Raises RefusedRequest."""
     found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     names = [tool.name for tool in found]
     if len(found) > MAX_TOOLS:
@@ -144,7 +144,7 @@ def _named(choice: Any) -> str:
 
 
 def json_rule(schema: dict[str, Any], field: str) -> str:
-    """What a value of this schema is, in a grammar. ``field`` has it. Raises RefusedRequest."""
+    """The grammar of a value of this schema. ``field`` has it. Raises RefusedRequest."""
     if "x-guidance" in schema:  # how strict the library is, and for how long: not a request's to say
         text = f"x-guidance is no part of a schema in {field}: leave it out"
         raise RefusedRequest(text, field, "unsupported_parameter")
@@ -154,8 +154,8 @@ def json_rule(schema: dict[str, Any], field: str) -> str:
 def grammar_of(
     use: ToolUse | None, form: ToolFormat | None, schema: dict[str, Any] | None, special: Mapping[str, int]
 ) -> str | None:
-    """Of answers that keep to ``schema``, or call tools; None if anything goes. ``special``: by text, tokens that stand
-    for what is no text to the library.
+    """Of answers that keep to ``schema``, or call tools; None if anything goes. ``special``: by text, tokens that are
+    no text to the library.
     """
     text = [] if schema is None else [f"text: {json_rule(schema, 'response_format')}"]
     if use is None or form is None:

@@ -1,4 +1,4 @@
-"""What a request of OpenAI's interface asks of this model: its prompt in tokens, its limits, how it is answered."""
+"""Translates a request of OpenAI's interface for one model: prompt in tokens, limits, form of the answer."""
 
 import os
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Understanding:
             asked = as_chat(given)
             r.check(asked)
             sampling = chosen(self._words.sampling, asked)
-            # The answer tells them.
+            # The answer reports them.
             given.temperature, given.top_p = sampling.temperature, sampling.top_p
             given.max_output_tokens = given.max_output_tokens or sampling.max_tokens
             answer = ResponsesAnswer(id=f"resp_{os.urandom(16).hex()}", model=given.model or self._name, asked=given)
@@ -63,11 +63,11 @@ class Understanding:
         request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked), sampling)
         request.parallel_calls = use is None or use.parallel
         request.wanted = self._wanted(asked, use, form)
-        # What a grammar makes is a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
+        # A grammar makes a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
         certain = request.wanted is not None and form is not None and not form.listed
         certain = certain and not (form is not None and form.bare and r.schema_of(asked) is not None)
         seed, stops = r.seed_of(asked), r.stops_of(asked)
-        if request.wanted is None and not asked.ignore_eos:  # what keeps to a schema is whole where that says so
+        if request.wanted is None and not asked.ignore_eos:  # an answer with a schema is whole where that says so
             stops += sampling.stop
         for index in range(asked.n or 1):
             generation = OpenChoice(
@@ -82,7 +82,7 @@ class Understanding:
         return request
 
     def _wanted(self, asked: r.Request, use: ToolUse | None, form: ToolFormat | None) -> Wanted | None:
-        """What its answers keep to: `begun` puts it into them. Raises RefusedRequest."""
+        """The grammar of its answers: `begun` puts it into them. Raises RefusedRequest."""
         schema, marks = r.schema_of(asked), dict[str, int]()
         if use is not None and form is not None and (use.kept or schema is not None):
             marks = self._words.grammars.marks(form.marks)

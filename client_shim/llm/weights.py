@@ -1,7 +1,7 @@
-"""Brings a model's weights to the node: those that the model wants, each in its shape, and all of them.
+"""Uploads a model's weights to the node: exactly those that the model wants, each in its shape.
 
-What a model wants is asked of its modules, which are built without memory. A runtime looks once more when it binds the
-weights; here a folder that does not fit is refused when it is deployed.
+The wanted parameters are read from the model's modules, which are built without memory. A folder that does not fit is
+refused here at deploy; a runtime checks again when it binds the weights.
 """
 
 import math
@@ -27,12 +27,12 @@ _LEFT_OUT: Final = {
     "gpt2": re.compile(r"(.*\.)?attn\.(masked_)?bias"),
     "gpt_neox": re.compile(r"(.*\.)?attention\.((masked_)?bias|rotary_emb\.inv_freq)"),
 }
-"""What older files have beside the weights, by family, and in all of them: a model computes these itself."""
+"""Names that older files have beside the weights, by family, and in all of them: a model computes these itself."""
 
 
 _NONE: Final = re.compile("(?!)")
 _RENAMED: Final = {"gpt_neox": {"embed_out.weight": "lm_head.weight"}}
-"""What files call parameters that `transformers` calls otherwise by now, by family."""
+"""Old names of parameters that `transformers` has renamed, by family."""
 
 
 class WantedWeights(NamedTuple):
@@ -81,7 +81,7 @@ def matched(
             raise BadFolder(f"the weights have {name[:MAX_NAME]!r}, which this model does not: it is another one's")
         parameter = wanted.aliases[known]
         check(name, tensor, wanted.shapes[parameter])
-        if known == parameter or parameter not in found:  # of what is tied, the one that others are tied to
+        if known == parameter or parameter not in found:  # of tied ones, the one that others are tied to
             found[parameter] = name
     if missing := sorted(wanted.shapes.keys() - found.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

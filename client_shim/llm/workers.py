@@ -1,7 +1,7 @@
 """Work that may take long, in threads beside an instance's loop, which waits for a moment only and goes on.
 
-A thread cannot be ended: who gives up a piece of work leaves it to its thread, and there are no more than ``most``. The
-library of grammars lets the interpreter's lock go while it computes.
+A thread cannot be ended: abandoned work stays with its thread, and there are no more than ``most`` threads. The library
+of grammars lets the interpreter's lock go while it computes.
 """
 
 import os
@@ -19,7 +19,7 @@ MOMENT_S: Final = 0.02
 
 
 class Work(Generic[T]):
-    """One piece. ``cpu_s``: what it took."""
+    """One piece of work. ``cpu_s``: the time that it took."""
 
     def __init__(self, do: Callable[[], T]) -> None:
         self._do = do
@@ -34,14 +34,14 @@ class Work(Generic[T]):
             self.begun_s, cpu_s = time.monotonic(), time.thread_time()
             try:
                 self._found.append(self._do())
-            except BaseException as error:  # the outermost frame of this thread; who wants the result raises it
+            except BaseException as error:  # the outermost frame of this thread; the reader of the result raises it
                 self._error = error
             self.cpu_s = time.thread_time() - cpu_s
         self.done = True
 
     @property
     def result(self) -> T:
-        """Of what is done. Raises what it raised."""
+        """The result of finished work. Raises the work's own exception."""
         if self._error is not None:
             raise self._error
         return self._found[0]

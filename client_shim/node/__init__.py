@@ -1,1 +1,1 @@
-"""The shim's way to a node. In: leases, uploads and frames. Out: messages on links, and what came back."""
+"""The shim's connection to a node. In: leases, uploads and frames. Out: messages on links, and the replies."""

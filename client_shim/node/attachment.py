@@ -1,7 +1,7 @@
-"""A session's tie to the node: the identity that the router gave it, and the news that it is over.
+"""A session's tie to the node: the identity that the router gave it, and the notice that it is over.
 
-The router ends a session by closing this socket, after a word of why; the kernel closes it for a router that is killed.
-So each wait of a session also watches it. It does not know leases or streams.
+The router ends a session by closing this socket, after a message with the reason; the kernel closes it for a router
+that is killed. So each wait of a session also watches it. It does not know leases or streams.
 """
 
 import os
@@ -27,13 +27,13 @@ Connection = PacketSocket[m.FromAttach, m.AttachSession]
 
 
 class Attachment:
-    """What the router has given this session. It lasts until `check` raises."""
+    """The identity that the router has given this session. It lasts until `check` raises."""
 
     def __init__(self, connection: Connection, attached: m.Attached, memory: SharedMemory) -> None:
         self.directory = attached.directory
         self.device = attached.device
         self.stream_area = memory.view[attached.arena.stream_offset : attached.arena.control_offset]
-        self.over = ""  # why, once somebody was told
+        self.over = ""  # the reason, once it was reported
         self._connection = connection
         self._connection.sock.setblocking(False)
         self._memory = memory

@@ -1,5 +1,5 @@
-"""This process's end of its link to an executor. A wait for an executor also listens to the router, because a dead one
-says nothing.
+"""This process's end of its link to an executor. A wait for an executor also listens to the router, because a dead
+executor sends nothing.
 """
 
 import time
@@ -17,7 +17,7 @@ SLICE_S: Final = 0.05  # how long a wait may be deaf to the router while the mai
 class ExecutorChannel:
     """One executor, as a `Channel`. ``checkpoint`` is called whenever a wait was interrupted: it may raise.
 
-    An executor that hangs up has died, or has ended this instance. Which of the two, the router says.
+    An executor that hangs up has died, or has ended this instance. The router says which of the two.
     """
 
     def __init__(self, path: str, router: RouterPort, checkpoint: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class ExecutorChannel:
         except PeerLost as error:
             if not self._link.lost:
                 raise ConnectionError(str(error)) from error  # nothing was sent, and nobody else knows
-            # else whoever waits for a reply hears why
+            # else the waiter for a reply gets the reason
 
     def _meet(self) -> None:
         """Wait until it has bound our endpoint. It may have died before that."""

@@ -1,8 +1,8 @@
-"""Uploads by file identity: tells the store from which file bytes come, instead of sending them.
+"""Uploads by file identity: names to the store the file that bytes come from, instead of sending them.
 
-Owns what has been offered to the store: a file's open descriptor, once; never a path, as the store may read only what
-this process could. Whatever is unexpected means that the bytes are sent; only what the store says of its own state is
-an error, and that is not known here.
+Owns the files offered to the store: each open descriptor once, and never a path, as the store may read only files that
+this process could. In every unexpected case the bytes are sent; only the store's reports of its own state are errors,
+and those are not known here.
 """
 
 import os
@@ -39,7 +39,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class _OfferedFile:
-    """What the store said of a file: its number, or None if it refused it."""
+    """The store's reply to a file: its number, or None if it was refused."""
 
     stamp: Stamp
     file: int | None
@@ -58,7 +58,7 @@ class MappedFiles:
         self._usable = True
 
     def range_at(self, address: int, nbytes: int) -> FileRange | None:
-        """Where in an offered file ``[address, +nbytes)`` can be read; None: send the bytes."""
+        """The range of an offered file that has the bytes of ``[address, +nbytes)``; None: send the bytes."""
         if nbytes < MIN_NBYTES or not self._usable:
             return None
         if self._mappings is None:
@@ -85,7 +85,7 @@ class MappedFiles:
 
     def refused(self, file: int) -> bool:
         """The store could not read this file: name it no more. Whether its bytes can be sent instead, because the file
-        is still the one that was offered; the mapping of one that has become shorter kills who touches it.
+        is still the one that was offered; reading the mapping of one that has become shorter kills this process.
         """
         for identity, known in self._known.items():
             if known.file == file:
@@ -120,7 +120,7 @@ class MappedFiles:
         if self._socket is None:
             try:
                 self._socket = PacketSocket.connect(self._path, m.FileAnswer, OFFER_S)
-            except PeerLost as error:  # the store has yet to hear of us
+            except PeerLost as error:  # the store does not know us yet
                 raise _NobodyListens from error
         number = next(self._numbers)
         try:

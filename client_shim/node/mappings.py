@@ -1,4 +1,4 @@
-"""Which file's bytes lie at an address of this process, as the kernel says: the map of mappings and the page table.
+"""Finds the file behind an address of this process, from the kernel's map of mappings and the page table.
 
 Nothing is remembered between two questions, because another mapping may take an address at any time; the thread that
 asks must keep the memory alive. A page of a private mapping is the file's until it is written; then it is a copy,
@@ -19,9 +19,9 @@ from typing import Final
 from dormouse.core.sandbox import pagetable
 
 _QUERY: Final = struct.Struct("=9Q4I2Q")
-"""struct procmap_query of linux/fs.h: size, flags, address; then what the kernel fills in: start, end, flags, page
-size, offset, inode, device (major, minor); then the length of the name's buffer, that of a build id, and where they
-are."""
+"""struct procmap_query of linux/fs.h: size, flags, address; then the fields that the kernel fills in: start, end,
+flags, page size, offset, inode, device (major, minor); then the length of the name's buffer, that of a build id, and
+where they are."""
 _PROCMAP_QUERY: Final = 0xC000_6611 | _QUERY.size << 16  # _IOWR('f', 17, struct procmap_query); Linux 6.11
 _READABLE: Final = 0x01
 _WRITABLE: Final = 0x02
@@ -30,7 +30,7 @@ _FILE_BACKED: Final = 0x20
 
 _PATH_NBYTES: Final = 4096  # PATH_MAX: a longer name cannot be opened anyway
 _MAX_PARTS: Final = 64
-"""Mappings that one question may span: whoever changes the protection of single pages gets the slow way."""
+"""Mappings that one query may span: a program that changes the protection of single pages gets the slow way."""
 
 _ENTRY_NBYTES: Final = 8
 _TOP_BYTE: Final = 7 if sys.byteorder == "little" else 0
@@ -81,9 +81,9 @@ class Mappings:
         """The file of which ``[address, +nbytes)`` are unmodified bytes; None if there is none, or nobody knows.
 
         Shared mappings that can be written do not count: such a file changes without a sign of it (its time of change
-        may stay as it was), and what was true of its bytes a moment ago says little.
+        may stay as it was), so any check of its bytes may be out of date.
         """
-        if nbytes <= 0 or os.getpid() != self._pid:  # after a fork the descriptors tell of the parent's memory
+        if nbytes <= 0 or os.getpid() != self._pid:  # after a fork the descriptors show the parent's memory
             return None
         parts = self._parts(address, nbytes)
         if not parts:
@@ -107,7 +107,7 @@ class Mappings:
         return whole
 
     def identity_of(self, fd: int) -> tuple[int, int] | None:
-        """What `Mapped.identity` would say of this file, found out by mapping it."""
+        """This file's `Mapped.identity`, found by mapping it."""
         try:
             with mmap.mmap(fd, mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
                 part = self._part(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))

@@ -18,12 +18,12 @@ from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.schemas import messages as m
 
 PROGRESS_S: Final = 1.0
-"""Between two words to the router on what load() does: its time limit is longer."""
+"""Between two progress messages to the router during load(): its time limit is longer."""
 
 SMALL_NBYTES: Final = 64 << 10
 MAX_UNANSWERED: Final = 32
-"""Uploads of so little are waited for together: each alone takes longer to be answered than to be copied. Fewer than
-the answers that the store keeps for one that does not read.
+"""Uploads of at most this size are waited for together: each alone takes longer to be answered than to be copied. Fewer
+than the answers that the store keeps for one that does not read.
 """
 
 
@@ -51,7 +51,7 @@ class NodeBackend:
         self._files = MappedFiles(os.path.join(directory, FILES_SOCKET))
         self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
         self._committed = False
-        self._progress_s = 0.0  # when the router was last told of it
+        self._progress_s = 0.0  # time of the last progress message
 
     def acquire(self) -> m.Lease:
         if not self.may_acquire:
@@ -61,7 +61,7 @@ class NodeBackend:
             )
         self.lease_lost()  # if the last one ended without an END
         if not self._committed:
-            self.commit()  # what was uploaded so far must be in a manifest that the executor can bind
+            self.commit()  # uploads so far must be in a manifest that the executor can bind
         self.router.forget_answers()
         self.router.send(m.NeedLease(version=self.version))
         while True:
@@ -122,7 +122,7 @@ class NodeBackend:
             file_offset=found.offset,
             nbytes=nbytes,
         )
-        self.store.settle()  # not to be taken for what becomes of the file
+        self.store.settle()  # so that no earlier answer is taken for the file's
         try:
             # The answer is waited for: afterwards the program may write to the file.
             self.store.ask(message, m.Uploaded, nbytes)

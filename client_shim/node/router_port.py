@@ -1,7 +1,7 @@
-"""This process's end of its link to the router: requests, leases, and what becomes of them.
+"""This process's end of its link to the router: requests, leases, and their outcomes.
 
 The main thread also reads this link between requests, so it has a lock of its own. Each wait of a session listens to
-its tie too, because a dead router says nothing.
+its tie too, because a dead router sends nothing.
 """
 
 import os
@@ -35,7 +35,7 @@ class LeaseRefusal(RuntimeError):
 
 
 class RouterPort:
-    """The typed link to the router. Messages that the reader did not wait for are kept for who does."""
+    """The typed link to the router. Messages that the reader did not wait for are kept for their waiters."""
 
     def __init__(self, path: str, tie: Liveness | None) -> None:
         self.link = BlockingLink(path)
@@ -47,7 +47,7 @@ class RouterPort:
         self._abandoned: list[int] = []  # requests, of an instance that has many at once
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
         self._called: dict[int, m.CallAnswered | None] = {}  # by number: calls that somebody waits for
-        self._waiters: set[int] = set()  # descriptors that wake who waits, while another thread may read
+        self._waiters: set[int] = set()  # descriptors that wake waiters, while another thread may read
         self._main, self._main_wake = threading.get_ident(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.read_elsewhere: Callable[[], None] = lambda: None  # called when another thread has read a request
         self.granted = 0  # requests of the batch that the last lease is for
@@ -85,7 +85,7 @@ class RouterPort:
             self._tie.check()
 
     def forget_answers(self) -> None:
-        """What has been said about a lease that is over."""
+        """Drop the messages about a lease that is over."""
         with self.lock:
             while self._take(0):
                 pass
@@ -120,7 +120,7 @@ class RouterPort:
                     return
 
     def call_answer(self, number: int) -> m.CallAnswered | None:
-        """Wait for the answer to a call; None: it was left. Raises PeerLost, RemoteProtocolError."""
+        """Wait for the answer to a call; None: it was abandoned. Raises PeerLost, RemoteProtocolError."""
         self._until(lambda: number not in self._called or self._called[number] is not None)
         with self.lock:
             self._wake()  # there is a place
@@ -135,8 +135,8 @@ class RouterPort:
                 self.send(m.LeaveCall(number=number))
 
     def _until(self, found: Callable[[], bool]) -> None:
-        """Wait for what a thread is to read, whichever does: all that wait read, and wake the others. Who is not the
-        only one to wait for it looks again.
+        """Wait for a message that any thread may read: all waiters read, and wake the others. A waiter that is not the
+        only one for it looks again.
         """
         own = threading.get_ident() == self._main
         wake = self._main_wake if own else os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,7 +174,7 @@ class RouterPort:
         return ready
 
     def look(self) -> None:
-        """Take in what is there. Raises ConnectionError if the lease's executor is said to be lost."""
+        """Take in the messages that are there. Raises ConnectionError if the lease's executor is said to be lost."""
         while self._take(0):
             pass
         if self._answers and isinstance(self._answers[0], m.LeaseRefused):

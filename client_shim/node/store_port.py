@@ -32,8 +32,8 @@ def hear_why(tie: Liveness | None) -> None:
 
 
 class StorePort:
-    """The typed link to the store. What it refuses of uploads that nobody has waited for is raised by whoever waits
-    next, and by each commit as long as the program has that storage, which has no value.
+    """The typed link to the store. A refusal of an upload that nobody waited for is raised by the next wait, and by
+    each commit as long as the program has that storage, which has no value.
     """
 
     def __init__(self, path: str, tie: Liveness | None) -> None:
@@ -79,7 +79,8 @@ class StorePort:
             raise StoreRefused(why)
 
     def ask(self, message: m.InstanceToStore, kind: type[T], file_nbytes: int = 0) -> T:
-        """The answer, of the ``kind`` that it must be. ``file_nbytes`` is what the store reads from a file first.
+        """The answer, of the ``kind`` that it must be. ``file_nbytes`` is the number of bytes that the store reads from
+        a file first.
 
         Raises StoreRefused with the store's words, ConnectionError when it is silent, SessionEnded when the node is
         gone.

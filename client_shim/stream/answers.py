@@ -1,7 +1,7 @@
-"""What an executor answers to commands that wait, errors among it; and whether one may have failed unheard.
+"""An executor's answers to waiting commands, errors included, and whether a command may have failed unreported.
 
-An answer tells of every failure before it. So after an answer, nothing that was recorded earlier needs another. Used
-under the stream's lock only.
+An answer reports every failure before it. So after an answer, no earlier command needs another. Used under the stream's
+lock only.
 """
 
 from itertools import count
@@ -15,21 +15,21 @@ from dormouse.schemas import stream as wire
 
 
 class Answers:
-    """Of one stream. ``remains`` knows errors that an earlier lease was told."""
+    """Of one stream. ``remains`` knows errors that were reported in an earlier lease."""
 
     def __init__(self, remains: Remains) -> None:
         self.round_trips = 0
         self.next_token = count(1).__next__
         self.unanswered = False  # an upload or an empty storage since an answer covered all before it
         self._covered = 0  # commands recorded then
-        self._failed = False  # an error was told in this lease: results of what failed may be kept
+        self._failed = False  # an error was reported in this lease: results of failed commands may be kept
         self._remains = remains
 
     def begin_lease(self, recorded: int) -> None:
         self._covered, self.unanswered, self._failed = recorded, False, False
 
     def unheard(self, recorded: int) -> bool:
-        """Whether, without another answer, nobody might hear of a command that failed."""
+        """Whether a command's failure might go unreported without another answer."""
         return self._failed or self.unanswered or self._covered != recorded
 
     def wait(self, connection: StreamConnection, token: int, recorded: int, covers: bool) -> Any:
@@ -46,7 +46,9 @@ class Answers:
     def error(
         self, connection: StreamConnection, name: str, text: str, where: list[Any] | None, storage: int | None = None
     ) -> Exception:
-        """What to raise for an executor's failure; for a storage that an earlier lease left without a value, that."""
+        """The exception for an executor's failure; for a storage without a value since an earlier lease, the reason for
+        that.
+        """
         if storage is not None and (known := self._remains.error(storage)) is not None:
             return known
         site = connection.site(where[0], where[1]) if where else None

@@ -1,4 +1,4 @@
-"""Room in the stream area of the arena, handed out in a ring and taken back in order, frame by frame.
+"""Allocates room in the arena's stream area as a ring, released in order, frame by frame.
 
 Pure arithmetic: it never touches the bytes.
 """

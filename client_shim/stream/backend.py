@@ -1,5 +1,5 @@
-"""What the command stream needs from the process around it: leases, channels to executors, the store, and the shared
-arena.
+"""The interfaces that the command stream needs from its process: leases, channels to executors, the store, and the
+shared arena.
 
 Protocols only; `client_shim` never names a transport. The sandbox implements them over links, the tests in one
 process.
@@ -39,7 +39,7 @@ class Backend(Protocol):
         ...
 
     def store_settle(self) -> None:
-        """Return when they may. Raises what the store says of one of them."""
+        """Return when they may. Raises the store's error about one of them."""
         ...
 
     def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def commit(self) -> int:
-        """Make what was uploaded part of the model; the new manifest version."""
+        """Make the uploads part of the model; returns the new manifest version."""
         ...
 
     def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:

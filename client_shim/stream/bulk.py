@@ -1,5 +1,5 @@
-"""Bulk bytes between this process's memory and the arena that the node maps, in pieces, so that copying in, copying out
-and the wire overlap. Which storage they are of is not known here.
+"""Copies bulk bytes between this process's memory and the arena that the node maps, in pieces, so that copying in,
+copying out and the wire overlap. It does not know storages.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ CHUNK_NBYTES: Final = 4 << 20
 """A small arena makes the pieces smaller."""
 
 INLINE: Final = -1
-"""The region of what is so small that it comes in the answer itself."""
+"""The region of data so small that it comes in the answer itself."""
 
 
 class Bulk:
-    """One arena. ``ring`` says which of it is free."""
+    """One arena. ``ring`` knows its free parts."""
 
     def __init__(self, backend: Backend) -> None:
         arena = backend.arena
@@ -51,8 +51,8 @@ class Bulk:
     def _copied_in(
         self, connection: StreamConnection | None, address: int, nbytes: int
     ) -> Iterator[tuple[int, int, int]]:
-        """Piece by piece: where it begins, its region, its size. What has been said of one leaves before the next needs
-        its room.
+        """Piece by piece: where it begins, its region, its size. The commands for one piece are sent before the next
+        needs its room.
         """
         self.uploaded_nbytes += nbytes
         for start in range(0, nbytes, self.chunk_nbytes) or [0]:
@@ -89,7 +89,7 @@ class Bulk:
             connection.pump(REPLY_TIMEOUT_S)
 
     def copy_out(self, payload: bytes | int, region: int, address: int) -> None:
-        """What an executor answered to a download: the bytes, or how many lie in the region."""
+        """An executor's answer to a download: the bytes, or their number in the region."""
         if isinstance(payload, int):
             ctypes.memmove(address, self._address + region, payload)
         else:

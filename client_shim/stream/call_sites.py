@@ -1,5 +1,5 @@
-"""Which line issued an operation: the nearest frame that is neither PyTorch's nor ours, kept cheaply, named only when
-an error is raised.
+"""Finds the line that issued an operation: the nearest frame that is neither PyTorch's nor ours, kept cheaply, named
+only when an error is raised.
 
 A site is (code object, instruction offset); the line number is looked up later, because `f_lineno` decodes a table
 each time.

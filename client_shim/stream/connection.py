@@ -1,4 +1,4 @@
-"""One executor's end of the command stream: what it has been told, frames and credit, replies.
+"""The stream's connection to one executor: definitions sent, frames and credit, replies.
 
 Owns the definition tables of a connection, which outlive leases, and the frame numbers of the current lease. It does
 not know tensors or storages. Used under the stream's lock only.
@@ -25,13 +25,13 @@ KEPT_FRAMES: Final = 256
 """Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
 
 DEFINITIONS_NBYTES: Final = wire.MAX_FRAME_NBYTES // 4
-"""Definitions after which a frame leaves, well below the limit on frames."""
+"""Definitions after which a frame is sent, well below the limit on frames."""
 
 FREE_NUMBERS: Final = 1 << 14
 """Storages that one command may free: a list of a hundred thousand tensors dies at once, and a frame has a limit."""
 
 QUIET_COMMANDS: Final = 1 << 14
-"""Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
+"""Numbers in a frame that no operation has filled (seeds, empty storages) after which it is sent."""
 
 EAGER_COMMANDS: Final = 4
 """The first frame of a lease, and the next after an answer, has so many: the executor has nothing to do."""
@@ -41,10 +41,10 @@ MAX_EAGER_COMMANDS: Final = 32
 as large, up to this."""
 
 INLINE_FRAME_NBYTES: Final = 1 << 17
-"""A frame with more small uploads than this leaves, well below the limit on frames."""
+"""A frame with more small uploads than this is sent, well below the limit on frames."""
 
 AWAKE_S: Final = 0.0002
-"""So long who waits for an answer stays awake: to be woken takes longer than most answers."""
+"""Time for which a waiter for an answer stays awake: to be woken takes longer than most answers."""
 
 REPLY_TIMEOUT_S: Final = 3600.0
 """A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
@@ -69,15 +69,15 @@ class StreamConnection:
         self._new_templates: list[int] = []  # in the frame being filled
         self._told_changes = 0  # of settings of numerics
         self._told_graphs: set[str] = set()  # by digest
-        self.graphs: dict[str, str] = {}  # what became of them: "" is built, else why it never will be
+        self.graphs: dict[str, str] = {}  # their states: "" is built, else why it never will be
         self._metas: list[Any] = []
         self._keys: list[Any] = []
-        self._settle = settle  # told of each acknowledged frame
+        self._settle = settle  # called for each acknowledged frame
         self._lose = lose  # called when the executor is gone: it will not say so a second time
         self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
         self._sites: dict[int, Sequence[Site | None]] = {}  # by frame number
         self.suspect = False
-        """Whether the executor may know less than it was told."""
+        """Whether the executor may know less than it was sent."""
         self.open = False
         self.sent_nbytes = 0
         self.acknowledged, self.number = 0, 1
@@ -110,7 +110,7 @@ class StreamConnection:
 
     @property
     def untouched(self) -> bool:
-        """Whether the executor has not been told anything in this lease, and need not be."""
+        """Whether nothing was sent to the executor in this lease, and need not be."""
         return self.number == 1 and not self.commands
 
     @property
@@ -153,7 +153,7 @@ class StreamConnection:
         return True
 
     def tell_graph(self, digest: str, definition: bytes) -> str | None:
-        """What became of it: "" is built, None is not known yet, else why it never will be."""
+        """Its state: "" is built, None is not known yet, else why it never will be."""
         if digest not in self._told_graphs:
             if len(self._told_graphs) >= wire.MAX_GRAPHS:
                 return f"at most {wire.MAX_GRAPHS} graphs of one instance are compiled"
@@ -169,7 +169,7 @@ class StreamConnection:
         self._told_changes = numerics.changes
 
     def say(self, command: Sequence[Any]) -> None:
-        """A command that is no operation, and that nobody waits for."""
+        """Append a command that is no operation, and that nobody waits for."""
         self.commands += command
         if len(self.commands) > QUIET_COMMANDS:
             self.flush()
@@ -211,7 +211,7 @@ class StreamConnection:
         self._epoch = self.tape.epoch = _next_epoch()
 
     def flush(self) -> None:
-        """Send what has been recorded."""
+        """Send the recorded commands."""
         if not self.commands:
             return
         try:
@@ -239,7 +239,7 @@ class StreamConnection:
             raise ExecutorLost(str(error)) from error
 
     def _abandon(self) -> None:
-        """The frame cannot leave: what it defined has not been told."""
+        """The frame cannot be sent: its definitions are still unsent."""
         self.told_keys.difference_update(self._keys[::2])
         self._told_metas.difference_update(self._metas[::2])
         for number in self._new_templates:
@@ -256,7 +256,7 @@ class StreamConnection:
         self._definitions_nbytes = 0
 
     def poll(self) -> None:
-        """Look for acknowledgements; send what waits if the executor has nothing left to do."""
+        """Look for acknowledgements; send waiting commands if the executor is idle."""
         while self.in_flight and self.pump(0):
             pass
         if not self.in_flight:
@@ -320,7 +320,7 @@ class StreamConnection:
 
 
 class Connections:
-    """To each executor that has lent its GPU, by GPU and epoch: what each was told outlives leases."""
+    """To each executor that has lent its GPU, by GPU and epoch: the definitions sent to each outlive leases."""
 
     def __init__(self, backend: Backend, tape: Tape, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Errors that an executor reports, raised here as the exceptions that PyTorch would have raised.
+"""Turns errors that an executor reports into the exceptions that PyTorch would have raised.
 
 The exception's type travels as a name; only the names listed here become a class, everything else is a RuntimeError.
 """
@@ -46,8 +46,8 @@ class LeaseLost(RuntimeError):
 
 
 class SeatLost(LeaseLost):
-    """Others needed the GPU's memory while this request gave it nothing to do, and what it had made there had no room.
-    The request may be sent again.
+    """Others needed the GPU's memory while this request gave it nothing to do, and its results there had no room. The
+    request may be sent again.
     """
 
 
@@ -65,7 +65,7 @@ class SessionEnded(ExecutorLost):
 
 
 class StoreRefused(RuntimeError):
-    """The store did not take what was uploaded, in its words: there is no room for it, or a file cannot be read."""
+    """The store did not take an upload, in its words: there is no room for it, or a file cannot be read."""
 
 
 def exception(kind: str, text: str, op: str | None, site: str | None) -> Exception:

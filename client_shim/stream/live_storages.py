@@ -1,8 +1,7 @@
-"""Which storages the program can still reach, how many bytes they have, and who is to hear that one has died.
+"""The storages that the program can still reach, their bytes, and the recipients of reports of their deaths.
 
-Owns what the current lease has made of them and whether it wrote to older ones, what the store has and no manifest yet,
-and what earlier leases have left that cannot be used. Says nothing to anybody: that is the stream's, under whose lock
-this is used.
+Owns the set made by the current lease and whether it wrote to older ones, the set that the store has but no manifest
+yet, and the unusable remains of earlier leases. Sends nothing: the stream does, under whose lock this is used.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from dormouse.client_shim.stream.tape import Tape
 
 
 class LiveStorages:
-    """What a command makes is counted on the tape where it is recorded: a call for each would cost too much."""
+    """A command's results are counted on the tape where it is recorded: a call for each would cost too much."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -33,7 +32,7 @@ class LiveStorages:
         return self._tape.held_nbytes - dead
 
     def expect_room(self, nbytes: int) -> None:
-        """Refuse what a program does not allow itself."""
+        """Refuse growth beyond the program's own limit."""
         if self._tape.held_nbytes + nbytes > Room.allowed_nbytes:
             expect_allowed(self.reachable_nbytes, nbytes)
 
@@ -76,7 +75,7 @@ class LiveStorages:
         self.hold(nbytes)
 
     def of_store(self, storage: RemoteStorage) -> bool:
-        """Whether what is put into it may go to the store, no lease being held: no manifest has it."""
+        """Whether its new content may go to the store if no lease is held: no manifest has it."""
         return not storage.born or storage.id in self._uncommitted
 
     def put(self, storage: RemoteStorage, nbytes: int, leased: bool) -> None:
@@ -103,7 +102,7 @@ class LiveStorages:
         self._parked = []
 
     def lose(self, why: str) -> None:
-        """What was made in this lease and is alive is nowhere."""
+        """The live storages that were made in this lease have lost their values."""
         if self._tape.created > 0:
             self.remains.lose(self._tape.lease_first_id, remote_storage.next_id(), self._tape.created, why)
             self._tape.created = 0
@@ -123,7 +122,7 @@ class LiveStorages:
         return numbers
 
     def died_unleased(self) -> list[int]:
-        """Ids for the store, which alone knows these; of others, executors are told at the next lease."""
+        """Ids for the store, which alone knows these; the others are reported to executors at the next lease."""
         dead = []
         for number in self._died():
             if self.remains:

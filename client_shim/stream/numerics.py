@@ -1,5 +1,5 @@
-"""Which settings of numerics this process has changed (`torch.backends.cuda.matmul.allow_tf32` and others): what an
-operation computes with is part of a request, so executors are told.
+"""The settings of numerics that this process has changed (`torch.backends.cuda.matmul.allow_tf32` and others): they
+affect a request's results, so they are sent to executors.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class InstanceNumerics:
             self._values[setting.name] = self.changes, values
 
     def notice(self, torch_c: Any) -> None:
-        """Take in what was set before this began to watch."""
+        """Take in settings from before this began to watch."""
         for setting in SETTINGS:
             if (values := setting.current(torch_c)) is not None and values != setting.default:
                 self.set(setting, values)

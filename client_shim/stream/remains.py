@@ -1,7 +1,7 @@
-"""What earlier leases have left that can never be used again: results of commands that failed, tensors that were lost.
+"""Unusable remains of earlier leases: results of commands that failed, tensors that were lost.
 
-Pure bookkeeping by storage id, empty in the ordinary case. A program that still holds such a tensor hears why whenever
-it uses it, on whichever GPU; the stream asks here when an executor says that a storage is not there.
+Pure bookkeeping by storage id, empty in the ordinary case. A program that still holds such a tensor gets the reason at
+each use, on any GPU; the stream asks here when an executor reports that a storage is not there.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ class _Loss:
     end: int
     made: int
     why: str
-    dead: set[int] = field(default_factory=set)  # since: a death may be told twice
+    dead: set[int] = field(default_factory=set)  # since: a death may be reported twice
 
     @property
     def alive(self) -> int:
@@ -42,8 +42,8 @@ class Remains:
             self._poisoned[storage] = type(error), str(error.args[0] if error.args else error)
 
     def lose(self, first: int, end: int, made: int, why: str) -> None:
-        """The storages ``[first, end)`` have lost their values. ``made`` of them are alive, or have died without its
-        being told yet. ``why`` completes "a request that ...".
+        """The storages ``[first, end)`` have lost their values. ``made`` of them are alive, or have died without a
+        report yet. ``why`` completes "a request that ...".
         """
         self._losses.append(_Loss(first, end, made, why))
 

@@ -1,8 +1,7 @@
-"""The storages of cuda:0 as an instance knows them: number, size, and the numbers of those whose last tensor has died.
+"""The storages of cuda:0 in an instance: number, size, and the numbers of those whose last tensor has died.
 
-Owns the numbers. Finalizers may run anywhere, even inside the stream, so they only append to a deque. Of all that is
-here there is another in C++ (`commands/recorder.cpp`), which `use` puts in its place: so it is called by the module's
-name.
+Owns the numbers. Finalizers may run anywhere, even inside the stream, so they only append to a deque. C++ has its own
+version of all this (`commands/recorder.cpp`), which `use` puts in its place: so callers use the module's name.
 """
 
 from collections import deque

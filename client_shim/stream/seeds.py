@@ -1,4 +1,6 @@
-"""Which generators were seeded, with what, and on which executor each lives; pure. What is random is the executor's."""
+"""The seed of each generator that was seeded, and the executor on which it lives; pure. Executors make the random
+numbers.
+"""
 
 from collections.abc import Iterator
 
@@ -15,7 +17,7 @@ class Seeds:
         self._moves = 0
 
     def seed(self, generator: int, seed: int, lease: Lease | None) -> tuple[int, int, int] | None:
-        """What to say there, if a lease is held."""
+        """The command to send, if a lease is held."""
         self._seeds[generator] = seed
         self._places.pop(generator, None)
         if lease is None:
@@ -24,7 +26,7 @@ class Seeds:
         return wire.SEED, generator, seed & (2**63 - 1)
 
     def begin(self, lease: Lease) -> Iterator[tuple[int, int, int]]:
-        """What to say at the beginning of a lease: a generator's state does not travel, so on another GPU it goes on
+        """The commands at the beginning of a lease: a generator's state does not travel, so on another GPU it goes on
         from a new seed, derived from its own.
         """
         place = lease.gpu, lease.epoch

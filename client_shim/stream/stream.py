@@ -1,7 +1,7 @@
 """The instance's end of the command stream: recording, leases, uploads and downloads.
 
-Owns which lease is held. `LiveStorages` knows what the program can reach, `Answers` which failures were heard of. One
-lock covers everything, so that a function's threads may compute. There is no timer: a frame leaves when somebody waits,
+Owns the lease that is held. `LiveStorages` knows the reachable storages, `Answers` the reported failures. One lock
+covers everything, so that a function's threads may compute. There is no timer: a frame is sent when somebody waits,
 when it is full, at once when the executor has nothing to do, and when a look at the replies (one command in sixteen)
 shows that it has caught up.
 """
@@ -34,7 +34,7 @@ from dormouse.schemas.messages import Lease
 from dormouse.schemas.numerics import Setting
 
 FREE_BATCH: Final = 3
-"""Dead storages that may wait for the next command: telling of each at once costs a microsecond per command, telling of
+"""Dead storages that may wait for the next command: reporting each at once costs a microsecond per command, reporting
 many late costs the GPU's memory."""
 
 POLL_MASK: Final = 15
@@ -52,7 +52,7 @@ class Stream:
         self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
         self.last_used = True  # the last lease: its executor was given commands
-        self.loading = True  # what is uploaded without a lease joins the model
+        self.loading = True  # uploads without a lease join the model
         self._connection: StreamConnection | None = None
         self.tape: Tape = cpp.module.Tape() if cpp.module is not None else Tape()
         self.lock = StreamLock(self.tape)
@@ -76,8 +76,8 @@ class Stream:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that was held since the start or the last `reset_peak`, dead storages included until an executor
-        is told of them."""
+        """The most that was held since the start or the last `reset_peak`, dead storages included until they are
+        reported to an executor."""
         return self._storages.peak_nbytes
 
     def reset_peak(self) -> None:
@@ -91,11 +91,11 @@ class Stream:
             self._storages.hold(nbytes)
 
     def may_not_fit(self, nbytes: int) -> bool:
-        """Whether so much more is to be brought into being at once, to hear whether there is room for it."""
+        """Whether so much more must be created at once, to learn whether there is room for it."""
         return nbytes > Room.large_nbytes or self.tape.held_nbytes + nbytes > Room.allowed_nbytes
 
     def allow(self) -> None:
-        """What the program allows itself is another."""
+        """The program has changed its own limit."""
         with self.lock:
             self._storages.grown()
 
@@ -107,7 +107,7 @@ class Stream:
 
     @property
     def to_store(self) -> bool:
-        """Whether what is uploaded now into what is new goes to the store."""
+        """Whether an upload into a new storage goes to the store now."""
         return self.loading and self._connection is None
 
     @property
@@ -134,8 +134,8 @@ class Stream:
     def end_lease(self) -> int | None:
         """Give the GPU back. Storages that are still alive join the model, whether the request failed or not.
 
-        Returns the manifest version after the write-back; None if there was nothing to wait for. Raises the first error
-        that nobody was told, and the reason if new storages cannot join; in both cases the lease has ended.
+        Returns the manifest version after the write-back; None if there was nothing to wait for. Raises the first
+        unreported error, and the reason if new storages cannot join; in both cases the lease has ended.
         """
         with self.lock:
             connection = self._connection
@@ -159,7 +159,7 @@ class Stream:
         return version
 
     def _end(self, connection: StreamConnection) -> tuple[int | None, Exception | None]:
-        # What autocast remembers of weights was made in this lease; a program that never leaves autocast would keep it.
+        # Autocast's cached casts are of this lease; a program that never leaves autocast would keep them.
         torch.clear_autocast_cache()
         connection.free(self._storages.died())
         if self.tape.created:
@@ -167,8 +167,8 @@ class Stream:
             connection.free(self._storages.died())
         self.last_used = not connection.untouched
         if not self.last_used:
-            return None, None  # who took the lease says so in its place
-        # Without an answer nobody would hear of a command that failed after the last one.
+            return None, None  # whatever took the lease reports instead
+        # Without an answer, the failure of a command after the last answer would go unreported.
         unheard = self.answers.unheard(self.commands_recorded)
         wait = bool(self.tape.created or self.tape.wrote_persistent or unheard)
         token = self.answers.next_token()
@@ -190,7 +190,7 @@ class Stream:
             self._connection = None
 
     def remains(self) -> str:
-        """What this process still holds although it can never be used again, in words; usually nothing."""
+        """A description of unusable storages that this process still holds; usually empty."""
         with self.lock:
             if self._storages.remains:
                 gc.collect()
@@ -198,8 +198,8 @@ class Stream:
             return self._storages.remains.story()
 
     def lose_lease(self, why: str = "lost its GPU") -> None:
-        """The lease is over without an END: the executor died or refused it, or the request was interrupted. What was
-        made in it is gone, and what it wrote to older storages too: they are as they were when it began.
+        """The lease is over without an END: the executor died or refused it, or the request was interrupted. Storages
+        made in it are gone, and its writes to older storages too: they are as they were when it began.
         """
         with self.lock:
             if self._connection is not None:
@@ -209,7 +209,7 @@ class Stream:
             self._drop_lease()
 
     def commit(self) -> int | None:
-        """What was uploaded without a lease becomes part of the model; under a lease, its end does that."""
+        """Make uploads without a lease part of the model; under a lease, its end does that."""
         with self.lock:
             if self._connection is not None:
                 return self.end_lease()
@@ -237,7 +237,7 @@ class Stream:
     # --- recording
 
     def connect(self) -> None:
-        """What C++ records, it appends here."""
+        """C++ appends its commands here."""
         settings = recorder.RecorderSettings(wire.FRAME_COMMANDS, EAGER_NBYTES, POLL_MASK, FREE_BATCH, FREE_NUMBERS)
         calls = self.record, self.recorded, self._tell_template, self._flush
         recorder.connect(self.tape, *calls, settings)
@@ -267,8 +267,8 @@ class Stream:
             return number
 
     def recorded(self, plan: Plan, number: int) -> None:
-        """Of the command that was recorded last, whose first fresh storage has this id: send what is to leave with it,
-        and hear of what may not fit.
+        """Of the command that was recorded last, whose first fresh storage has this id: send the frame if it is due,
+        and wait if the results may not fit.
         """
         with self.lock:
             connection, tape = self._connection, self.tape
@@ -306,7 +306,7 @@ class Stream:
             raise
 
     def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
-        """Run a command whose results cannot be predicted: what the executor says of them, and the first fresh
+        """Run a command whose results cannot be predicted; returns the executor's report of them, and the first fresh
         storage's id."""
         with self.lock:
             connection = self._ready()
@@ -369,8 +369,8 @@ class Stream:
             return None if connection is None else connection.tell_graph(digest, definition)
 
     def answer_for_all(self) -> None:
-        """Hear of all that was recorded under the lease, if some of it may have failed unheard. Raises the first error
-        that nobody was told.
+        """Wait for all commands recorded under the lease, if some may have failed unreported. Raises the first
+        unreported error.
         """
         with self.lock:
             connection = self._connection

@@ -1,4 +1,4 @@
-"""`Tape`: what recording a command touches: the frame that is being filled, and what the lease has made so far.
+"""`Tape`: the state that recording a command touches: the frame that is being filled, and the lease's results so far.
 
 `commands/recorder.cpp` has the same in C++, with the same fields, where it is built.
 """
@@ -66,11 +66,11 @@ class Tape:
         self.heard_nbytes = 0  # the least that was held since an answer covered all
         self.first_id: int = remote_storage.next_id()  # a stream before this one may have had storages
         self.lease_first_id = 1
-        self.created = 0  # in this lease, but for those that an executor was told are dead
+        self.created = 0  # in this lease, but for those reported dead to an executor
         self.wrote_persistent = False
 
     def take_sites(self) -> list[Site | None]:
-        """The sites of the frame that leaves."""
+        """Take the sites of the frame that is sent."""
         taken, self.sites = self.sites, []
         return taken
 
@@ -81,7 +81,7 @@ class Tape:
         """And here: the program is about to wait for an answer."""
 
     def lose(self) -> None:
-        """What waits to be sent will not be."""
+        """Drop the commands that wait to be sent."""
 
     def stalls(self, template: int, position: int) -> None:
         """The executor never computes the command there ahead."""

@@ -1,1 +1,1 @@
-"""PyTorch as a program sees it. In: what a program does with `cuda`. Out: commands on the stream."""
+"""PyTorch as a program sees it. In: a program's uses of `cuda`. Out: commands on the stream."""

@@ -1,4 +1,6 @@
-"""`torch.accelerator` says what `torch.cuda` says: its Python asks the C++ module, which is answered from here."""
+"""Gives `torch.accelerator` the answers of `torch.cuda`: its Python asks the C++ module, whose functions are replaced
+here.
+"""
 
 from typing import Any
 
@@ -55,7 +57,7 @@ def _capability(index: int) -> dict[str, Any]:
 
 
 def nested(stats: dict[str, int]) -> dict[str, Any]:
-    """What `torch.cuda.memory_stats` gives, as it was before PyTorch flattened it."""
+    """The result of `torch.cuda.memory_stats`, as it was before PyTorch flattened it."""
     tree: dict[str, Any] = {}
     for name, value in stats.items():
         *path, last = name.split(".")

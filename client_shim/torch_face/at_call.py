@@ -1,4 +1,4 @@
-"""Checks that are made here, at the call, as PyTorch makes them before it calls a kernel."""
+"""Argument checks made here, at the call, as PyTorch makes them before it calls a kernel."""
 
 from typing import Any
 

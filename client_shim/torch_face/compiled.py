@@ -1,8 +1,8 @@
-"""`torch.compile`: PyTorch's compiler reads the function and guards what it has read; its operations are recorded.
+"""`torch.compile`: PyTorch's compiler reads the function and guards its assumptions; the operations are recorded.
 
-Dynamo needs no device: tensors of cuda:0 are plain ones to it, where C++ records. What it captures is operations, which
-are called one after the other, without the Python around them. Kernels are the executor's to choose, so the backends
-that make kernels end here; others, `eager` or a program's own, are called as they are.
+Dynamo needs no device: tensors of cuda:0 are plain ones to it, where C++ records. It captures operations, which are
+called one after the other, without the Python around them. The executor chooses kernels, so the backends that make
+kernels end here; others, `eager` or a program's own, are called as they are.
 """
 
 import functools
@@ -54,7 +54,7 @@ def _captured(backend: Any, graph: fx.GraphModule, example_inputs: list[Any]) ->
         return _Compiled(graph, Captured(graph, example_inputs))
     except NotOne as reason:
         _say(str(reason))
-    except Exception as error:  # whatever exporting it may raise
+    except Exception as error:  # exporting may raise anything
         _say(f"it cannot be exported: {error}")
     return graph.forward
 

@@ -1,8 +1,8 @@
-"""Memory as `torch.cuda` tells of it: this function's own, from the shim's books.
+"""Memory figures of `torch.cuda`: this function's own, from the shim's state.
 
 Allocated are the bytes of its live storages, its model's included, whether a GPU holds them now or sleeps; a tensor to
-which nothing was written takes none. Free is the rest of the device: what other functions have there is evicted for
-this one. What only the executor's allocator could tell is refused by name.
+which nothing was written takes none. Free is the rest of the device: other functions' bytes there are evicted for this
+one. Figures that only the executor's allocator knows are refused by name.
 """
 
 from typing import Any, NoReturn

@@ -1,5 +1,5 @@
-"""`torch.cuda.Stream`, `Event` and graphs: there is one ordered stream, so streams are names for it; what would need
-more refuses."""
+"""`torch.cuda.Stream`, `Event` and graphs: there is one ordered stream, so streams are names for it; calls that would
+need more are refused."""
 
 import time
 from contextlib import nullcontext

@@ -1,6 +1,7 @@
 """The fringes of `torch.cuda`: profiler marks, switches, the driver's library, allocators, several devices.
 
-What only observes does nothing; what one device makes trivial does that; the rest says why it cannot work.
+Functions that only observe do nothing; those that one device makes trivial do the trivial thing; the rest raise with
+the reason.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def install() -> None:
         answers[name] = raising_class(name, _text(f"torch.cuda.{name}", allocator))
     answers["GreenContext"] = raising_class("GreenContext", _text("torch.cuda.GreenContext", plain), "create")
     for name, answer in answers.items():
-        if hasattr(cuda, name):  # as versions of torch differ
+        if hasattr(cuda, name):  # versions of torch differ
             patch(cuda, name, answer)
         if hasattr(cuda.memory, name):
             patch(cuda.memory, name, answer)
@@ -95,7 +96,7 @@ def _install_backends() -> None:
     backend: Any = torch.backends.cuda
     patch(backend, "is_built", lambda: True)
     for name in ("blas_workspace_size", "cublas_workspace_size", "cublaslt_workspace_size"):
-        if hasattr(backend, name):  # as versions of torch differ
+        if hasattr(backend, name):  # versions of torch differ
             refusal = refuse(f"torch.backends.cuda.{name}()", "The libraries are the executor's.")
             patch(backend, name, refusal)
     props = vars(backend.cuFFTPlanCache)  # which hold PyTorch's own functions
@@ -107,7 +108,7 @@ def _install_backends() -> None:
 
 
 class _Plans:
-    """How many of cuFFT's plans are kept changes speed only: remembered."""
+    """The number of cuFFT's plans that are kept. It changes speed only: remembered."""
 
     most = 4096  # cuFFT's own
 
@@ -117,7 +118,7 @@ class _Plans:
 
 
 def _install_one_device() -> None:
-    """What `nn.DataParallel` and `torch.cuda.comm` call, for the only device there is."""
+    """The functions that `nn.DataParallel` and `torch.cuda.comm` call, for the only device there is."""
     patch(importlib.import_module("torch.nn.parallel.scatter_gather"), "Scatter", _Scatter)
     bindings = torch_private.bindings()
     patch(bindings, "_scatter", _scatter)

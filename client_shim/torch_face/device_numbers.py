@@ -1,6 +1,6 @@
 """Devices by number: `torch.device(0)`, `x.to(0)`, `model.cuda(0)`, `torch.zeros(2, device=0)`.
 
-A CPU build of PyTorch does not know whose device number 0 is, and refuses; so the number becomes `cuda:0` here.
+A CPU build of PyTorch does not know the device type of number 0, and refuses; so the number becomes `cuda:0` here.
 Factories are wrapped once for this and for pinned memory, in `pinning.py`.
 """
 
@@ -36,7 +36,7 @@ def expect_first(index: int | None) -> None:
 
 
 def expect_device(device: Any) -> None:
-    """What names a device names the only one, where it is cuda that is asked."""
+    """Check that a named device is the only one, where cuda is meant."""
     index = device if device is None or isinstance(device, int) else torch.device(device).index
     if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")

@@ -1,4 +1,5 @@
-"""What `torch.cuda.get_device_properties` gives: what the node told of the GPU, and what its capability decides.
+"""The result of `torch.cuda.get_device_properties`: the node's report of the GPU, and values that its capability
+decides.
 
 The rest differs between GPUs of one capability, and is not known here: it is refused by name.
 """

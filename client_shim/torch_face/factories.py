@@ -15,12 +15,12 @@ from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import dispatch, record
 
 WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
-"""What constructors from data call without the Python key: making a tensor on cuda:0, moving numbers there, and reading
-one of a list of tensors. PyTorch's own kernels of the first two would come before our fallback; and under a mode of the
-function's, PyTorch finds kernels in Python only if they were registered for the operation."""
+"""The operations that constructors from data call without the Python key: making a tensor on cuda:0, moving numbers
+there, and reading one of a list of tensors. PyTorch's own kernels of the first two would come before our fallback; and
+under a mode of the function's, PyTorch finds kernels in Python only if they were registered for the operation."""
 
 WITH_CUDA_KERNELS: Final = ("tril_indices", "triu_indices", "_cudnn_init_dropout_state", "_efficientzerotensor")
-"""Of what makes a tensor from nothing, what has a kernel of its own in a torch for CUDA, besides the two above."""
+"""Further factories that have a kernel of their own in a torch for CUDA, besides the two above."""
 
 
 def install() -> None:

@@ -1,5 +1,5 @@
-"""What PyTorch and libraries do only to be faster, and what cannot be done here: the ordinary way is taken, with the
-values that the fast one gives; or it is refused by name, with a way on.
+"""Replaces fast paths of PyTorch and of libraries that cannot work here: the ordinary path is taken, with the same
+values; or it is refused by name, with an alternative.
 """
 
 import threading
@@ -47,7 +47,7 @@ def _left_aligned(operation: Operation, args: Any, kwargs: dict[str, Any]) -> bo
 
 
 def _padded(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a nested tensor, what was padding is 0 when the encoder has made it a dense one."""
+    """Padding of a nested tensor is 0 when the encoder has made it a dense one."""
 
     def forward(
         self: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None

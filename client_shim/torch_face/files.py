@@ -1,6 +1,6 @@
-"""Reading safetensors straight to cuda: they are read on the CPU and move.
+"""Reads safetensors straight to cuda: they are read on the CPU and moved.
 
-`torch.load` needs no help: what it makes on cuda:0 are the storages of `storages.py`.
+`torch.load` needs no help: it makes the storages of `storages.py` on cuda:0.
 """
 
 from typing import Any

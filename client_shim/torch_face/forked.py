@@ -1,8 +1,8 @@
-"""What is left of cuda in a process that user code has forked: nothing, said in PyTorch's own words.
+"""Refuses cuda in a process that user code has forked, in PyTorch's own words.
 
-The child has the parent's links, lease and locks, but not the threads behind them, and what it wrote into the arena the
-executors would take for the parent's. So the stream of the child is one that refuses, and the runner ends a child that
-comes back from user code. Forks of the zygote are not meant: they happen before a stream exists.
+The child has the parent's links, lease and locks, but not the threads behind them, and executors would take its writes
+into the arena for the parent's. So the child's stream is one that refuses, and the runner ends a child that comes back
+from user code. Forks of the zygote are not meant: they happen before a stream exists.
 """
 
 import os

@@ -1,7 +1,6 @@
-"""PyTorch's operators on functions, `cond`, `while_loop`, `scan`, `map`, `flex_attention`, of tensors on cuda:0.
+"""Runs PyTorch's operators on functions, `cond`, `while_loop`, `scan`, `map`, `flex_attention`, of tensors on cuda:0.
 
-They are run as PyTorch runs them without compiling: the functions are called here, and what they do arrives as
-operations.
+They run as in PyTorch without compiling: the functions are called here, and their steps arrive as operations.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Patches of modules that may never be imported: safetensors, triton, torch's extension builder. A finder that runs a
+"""Patches modules that may never be imported (safetensors, triton, torch's extension builder) by a finder that runs a
 hook after the import."""
 
 import importlib.abc

@@ -1,4 +1,4 @@
-"""Turns the world on: after `install`, this process has a `cuda:0`.
+"""Installs the shim: after `install`, this process has a `cuda:0`.
 
 `prepare` is the part that can be done once in the zygote, before a fork: it patches and registers, starts no thread
 and runs no operation. `install` connects a prepared process to a backend.
@@ -104,7 +104,7 @@ def prepare_python() -> None:
 
 
 def install(backend: Backend, device: DeviceInfo, by_cpp: bool = True) -> Stream:
-    """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
+    """Connect this process's cuda:0; the runner begins and ends leases on the returned stream."""
     prepare(by_cpp)
     cuda_face.connect(device)
     compiled.connect(device)
@@ -116,8 +116,8 @@ def install(backend: Backend, device: DeviceInfo, by_cpp: bool = True) -> Stream
 
 
 def uninstall() -> None:
-    """Put PyTorch's attributes back. For tests; what was registered with the dispatcher stays and does nothing for
-    CPU tensors."""
+    """Put PyTorch's attributes back. For tests; kernels registered with the dispatcher stay and do nothing for CPU
+    tensors."""
     global _prepared
     undo()
     torch_private.swap_on_module_conversion(False)

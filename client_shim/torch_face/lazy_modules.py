@@ -72,7 +72,7 @@ def _materializing(real: Callable[..., None]) -> Callable[..., None]:
 
 
 def _applying(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`to`, `cuda`, `half` and their like, of which a lazy parameter only has to know what they would make of it."""
+    """`to`, `cuda`, `half` and their like, of which a lazy parameter needs only the resulting device and dtype."""
 
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         tables: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)

@@ -1,5 +1,5 @@
-"""Pinned host memory, which this process has no use for: bytes for the GPU leave through the arena, whatever memory
-they are in. So pinning is a copy whose storage says that it is pinned, and views of it say so too.
+"""Emulates pinned host memory, which this process has no use for: bytes for the GPU are sent through the arena from any
+memory. So pinning is a copy whose storage is marked as pinned, for its views too.
 
 The mark is an attribute of the storage object, which PyTorch keeps as long as the memory; there is nothing to free.
 """

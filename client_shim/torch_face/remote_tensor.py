@@ -1,4 +1,4 @@
-"""`RemoteTensor`: a tensor without bytes that says it is on cuda:0 and records what is done to it.
+"""`RemoteTensor`: a tensor without bytes that reports cuda:0 as its device and records the operations on it.
 
 Identity is the storage; a view is the same storage with another `Meta`. `dispatch` is the hot path: signature ->
 interned plan -> a few integers on the stream. Python-level methods that would look at bytes are overridden here;
@@ -61,7 +61,7 @@ class _World:
     stream: Stream | None = None
     plans = 0
     inference = False
-    """Whether this process was ever in inference mode: before, no tensor needs to be asked what it is."""
+    """Whether this process was ever in inference mode: before, no tensor needs a check."""
 
 
 world = _World()
@@ -106,7 +106,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
-    """A tensor object; what inference mode makes is an inference tensor, as PyTorch has it."""
+    """A tensor object; in inference mode it is an inference tensor, as in PyTorch."""
     if cpp.module is not None:
         return cpp.module.wrap(storage, meta)  # type: ignore[no-any-return]
     tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
@@ -144,7 +144,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The general path: sign the call, find its plan, append it to the stream, wrap what it will return."""
+    """The general path: sign the call, find its plan, append it to the stream, wrap its future results."""
     if operation.decompose:
         return operation.op.decompose(*args, **kwargs)
     if operation.local:
@@ -332,7 +332,7 @@ def _learn(
 
 
 def _results(plan: Plan, tensors: list[RemoteTensor], first: int = 0) -> Any:
-    """What the call returns. ``first`` is the id of its first new storage; 0 if it has none."""
+    """The call's results. ``first`` is the id of its first new storage; 0 if it has none."""
     sizes = enumerate(plan.fresh_nbytes) if first else ()
     fresh = [remote_storage.born_storage(nbytes, first + slot) for slot, nbytes in sizes]
     for operand, meta in plan.changes:

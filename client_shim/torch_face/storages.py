@@ -2,8 +2,8 @@
 device="cuda")`, `tensor.set_(storage)`.
 
 A `CudaStorage` is an ordinary storage on PyTorch's device without memory that says it is on cuda:0. As it is one to
-`isinstance` and to `torch.save`, saving and loading are PyTorch's own: a file gets what a GPU machine would write, and
-a tensor tagged `cuda:0` in it comes back to cuda:0.
+`isinstance` and to `torch.save`, saving and loading are PyTorch's own: a file gets the bytes that a GPU machine would
+write, and a tensor tagged `cuda:0` in it comes back to cuda:0.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def address(storage: RemoteStorage) -> int:
 
 
 class CudaStorage(torch.UntypedStorage):
-    """What `tensor.untyped_storage()` gives. Objects are made as they are asked for; the identity is `remote`."""
+    """The result of `tensor.untyped_storage()`. Objects are made on demand; the identity is `remote`."""
 
     __module__ = torch.UntypedStorage.__module__
     remote: RemoteStorage
@@ -160,12 +160,14 @@ class CudaStorage(torch.UntypedStorage):
         return self.copy_(host)
 
 
-# By this name torch.save chooses what to call it in the file.
+# torch.save chooses its name in the file by this name.
 CudaStorage.__name__ = CudaStorage.__qualname__ = "UntypedStorage"
 
 
 def copied(storage: RemoteStorage, memo: dict[int, Any]) -> RemoteStorage:
-    """A copy on the device, made once for each `memo` of `copy.deepcopy`: what shared a storage still shares one."""
+    """A copy on the device, made once for each `memo` of `copy.deepcopy`: tensors that shared a storage still share
+    one.
+    """
     result: RemoteStorage | None = memo.get(id(storage))
     if result is None:
         meta = metas.contiguous(torch.uint8, (storage.nbytes,))

@@ -1,4 +1,4 @@
-"""`torch.cuda.set_sync_debug_mode`: a warning, or an error, where a call waits for the GPU on CUDA."""
+"""`torch.cuda.set_sync_debug_mode`: warns or raises where a call would wait for the GPU on CUDA."""
 
 import warnings
 from typing import Final

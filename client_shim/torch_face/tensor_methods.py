@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def install_on_tensors() -> None:
-    """The same where tensors of cuda:0 are PyTorch's own: what they need no method for, PyTorch does for them."""
+    """The same where tensors of cuda:0 are PyTorch's own: PyTorch does the rest for them."""
     tensor: Any = torch.Tensor
     for name, method in _METHODS.items():
         patch(tensor, name, _chosen(getattr(tensor, name), method))
@@ -128,7 +128,7 @@ def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
 
 
 def _reduce_ex(self: RemoteTensor, protocol: Any) -> Any:
-    """What a CUDA tensor of PyTorch gives, so that files hold nothing of ours."""
+    """The value for a CUDA tensor of PyTorch, so that files hold nothing of ours."""
     state = {name: value for name, value in self.__dict__.items() if name not in ("_storage", "_meta", "_is_param")}
     if getattr(self, "_is_param", False):
         return torch_private.reduce_parameter(self.data, self.requires_grad, state)
@@ -160,7 +160,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         torch_private.set_tensor_data(self, value)
         adopt(self, storage_of(value), meta_of(value))
     elif is_remote(self) or is_remote(value):
-        # The object must become another kind of tensor: exchange the two, keeping what the object is to its module.
+        # The object must become another kind of tensor: exchange the two, keeping the object's role in its module.
         state = {name: item for name, item in self.__dict__.items() if name not in ("_storage", "_meta")}
         is_param = isinstance(self, torch.nn.Parameter)
         replacement = (

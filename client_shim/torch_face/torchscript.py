@@ -38,7 +38,7 @@ def install() -> None:
     patch(bindings, "_jit_script_compile", _scripting(bindings._jit_script_compile))
     patch(jit._recursive, "create_script_module_impl", _scripting(jit._recursive.create_script_module_impl))
     torch_private.keep_scripts_unfused()
-    _all_dispatched(jit._state._python_cu)  # what libraries compiled when they were imported
+    _all_dispatched(jit._state._python_cu)  # functions that libraries compiled when they were imported
 
 
 def note_moved(tensor: RemoteTensor) -> None:
@@ -47,7 +47,7 @@ def note_moved(tensor: RemoteTensor) -> None:
 
 
 def mend(tensor: RemoteTensor) -> None:
-    """Before an alias is taken: give it what it has been given in C++."""
+    """Before an alias is taken: give it the memory and sizes that C++ gave it."""
     if _loading.moved and (moved := _loading.moved.get(torch_private.memory(tensor))) is not None:
         adopt(tensor, storage_of(moved), metas.of(tensor))
 
@@ -67,7 +67,7 @@ def _watching(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """`Module._apply`, which `to`, `cuda` and `half` call."""
-    applied: dict[int, torch.Tensor] = {}  # by the tensor, which its slots keep alive: what was tied stays tied
+    applied: dict[int, torch.Tensor] = {}  # by the tensor, which its slots keep alive: tied ones stay tied
     slots = []
     for module in self.modules() if recurse else [self]:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -84,7 +84,7 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 
 
 def _scripting(real: Callable[..., Any]) -> Callable[..., Any]:
-    """For what compiles a function or a module."""
+    """For functions that compile a function or a module."""
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         made = real(*args, **kwargs)
@@ -97,7 +97,7 @@ def _scripting(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saving(real: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch writes what it finds at a tensor's address, below Python, where ours have nothing."""
+    """PyTorch writes the bytes at a tensor's address, below Python, where ours have none."""
 
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         text = (
@@ -120,7 +120,7 @@ def _all_dispatched(unit: Any) -> None:
 
 
 def _dispatched(graph: Any) -> None:
-    """Let `x.to(device)` in it reach the dispatcher: what TorchScript takes it for initializes PyTorch's own CUDA."""
+    """Let `x.to(device)` in it reach the dispatcher: TorchScript's own meaning of it initializes PyTorch's CUDA."""
     for node in graph.findAllNodes("aten::to", True):
         if ".prim_Device(" not in node.schema():
             continue

@@ -1,7 +1,7 @@
-"""Bytes between CPU tensors and remote ones: `.to("cuda")`, `.cpu()`, `.item()`, `copy_`.
+"""Transfers between CPU tensors and remote ones: `.to("cuda")`, `.cpu()`, `.item()`, `copy_`.
 
-The handlers of the operations that cross the border. Layout and dtype are settled here with ordinary CPU tensors, so
-that what crosses is always one run of bytes.
+The handlers of the operations that cross between them. Layout and dtype are settled here with ordinary CPU tensors, so
+that a transfer is always one run of bytes.
 """
 
 from typing import Any
@@ -166,7 +166,7 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _room(tensor: RemoteTensor) -> RemoteTensor:
-    """What may not fit is brought into being at once, unless what is put into it may go to the store."""
+    """A storage that may not fit is created at once, unless its content may go to the store."""
     current = world.stream
     if current is not None and current.may_not_fit(storage_of(tensor).nbytes) and not current.to_store:
         current.create(storage_of(tensor))
@@ -185,7 +185,7 @@ def _host_only(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 @handler("_pack_padded_sequence")
 def _pack(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """The batch sizes belong on the CPU, where the lengths are: PyTorch's own packing of the elements' numbers gives
-    both them and what to select."""
+    both them and the elements to select."""
     padded, lengths, batch_first = args
     if not is_remote(padded) or is_remote(lengths):
         raise RuntimeError("packing needs the padded batch on cuda:0 and its lengths on the CPU")

@@ -1,4 +1,4 @@
-"""What is due in a simulation, and its clock: pure. What is due at the same time comes in the order it was put in."""
+"""Pending entries of a simulation, and its clock: pure. Entries of the same time come in the order they were put in."""
 
 from heapq import heappush
 from typing import Any
@@ -21,8 +21,8 @@ Entry = tuple[float, int, int, Any, int]
 
 
 class Agenda:
-    """``heap`` has the next entry first; whoever takes it sets ``now_s`` (seconds) to its time. The next request comes
-    at ``arrives_s``.
+    """``heap`` has the next entry first; its taker sets ``now_s`` (seconds) to its time. The next request comes at
+    ``arrives_s``.
     """
 
     __slots__ = ("_number", "arrives_s", "heap", "now_s")

@@ -1,4 +1,4 @@
-"""When which function is asked: from a seeded process or a file of counts per minute. Times in seconds."""
+"""Arrivals of requests at functions: from a seeded process or a file of counts per minute. Times in seconds."""
 
 import csv
 import gzip
@@ -20,7 +20,7 @@ MAX_REQUESTS: Final = 20_000_000
 """Some gigabytes of memory and minutes of time."""
 
 MINUTES: Final = 10.0
-"""Where a scenario does not say."""
+"""Where a scenario has none."""
 
 
 def arrivals(scenario: Scenario, seed: int) -> tuple[Times, Functions, int]:

@@ -1,9 +1,9 @@
-"""What the papers compare themselves with, beyond the settings of the core: pure. Functions as processes of their own
-that are bound to a GPU (Torpor's Native), for how long an idle one is kept (INFless-KA), GPUs that keep no model but
-the last (ServerlessLLM, as Tangram runs it), and memory that is allocated for each wake (Torpor-Block).
+"""Baselines of the papers, beyond the settings of the core: pure. Functions as processes of their own that are bound to
+a GPU (Torpor's Native), the time for which an idle one is kept (INFless-KA), GPUs that keep no model but the last
+(ServerlessLLM, as Tangram runs it), and memory that is allocated for each wake (Torpor-Block).
 
-A function is bound by placement ``bound``, which is the core's. Processes start and leave by themselves, as containers
-do: the core only hears that a model is on a GPU no more.
+A function is bound by placement ``bound``, which is the core's. Processes start and end by themselves, as containers
+do: the core is only told that a model is on a GPU no more.
 """
 
 from bisect import bisect_left, insort
@@ -65,7 +65,7 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
 
 
 def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
-    """The same, or ConfigError naming the setting and what it may be."""
+    """The same, or ConfigError naming the setting and its possible values."""
     checked(policy, origin)
     if not 0 <= policy.drop_ms <= MAX:
         raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; write a number from 0 to {MAX}")
@@ -153,7 +153,7 @@ class IdleTimes:
 
 
 class Processes:
-    """Which functions have a process, and until when. Times in seconds; functions by number."""
+    """Functions that have a process, and until when. Times in seconds; functions by number."""
 
     def __init__(self, count: int, keep_alive: str) -> None:
         self.up = [False] * count

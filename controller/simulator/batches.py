@@ -1,7 +1,7 @@
 """Requests of simulated functions that come in batches, between their arrival and the scheduling core: pure. It has the
-place of the router and of the functions' instances (queueing.py), and says what those say: one wish of
-each instance for a lease for all that wait there, and again which those are when one more has come. When a batch
-begins, and how many are in it, the core decides.
+place of the router and of the functions' instances (queueing.py), and reports what they report: one wish of each
+instance for a lease for all that wait there, and again their list when one more has come. The core decides when a batch
+begins, and how many are in it.
 
 A request goes to the instance that has fewest. Where a function may have several, each has at most a batch that runs
 and one that comes together; others wait for the first that has room.
@@ -22,7 +22,7 @@ from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.replicas import mean, queue_is_late
 
 TOLD: Final = 2
-"""So many batches at most wait in a function's instance, and are told; more wait in the router's queue."""
+"""So many batches at most wait in a function's instance, and are reported; more wait in the router's queue."""
 
 
 class BatchLine:
@@ -171,7 +171,7 @@ class BatchLines:
         line.running, line.waiting = line.waiting[:count], line.waiting[count:]
 
     def leave(self, lease: int, lost: bool = False) -> list[int]:
-        """Whom it has served, or was lost with; of functions without batches one."""
+        """Requests that it has served, or was lost with; one for functions without batches."""
         function = self._functions.get(self._who[lease])
         if function is None:
             return [lease]

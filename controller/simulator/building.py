@@ -1,4 +1,6 @@
-"""From a scenario's tables to what is simulated, each value checked: pure. Raises ConfigError that names the key."""
+"""Builds the simulated objects from a scenario's tables, each value checked: pure. Raises ConfigError that names the
+key.
+"""
 
 import math
 from collections.abc import Sequence
@@ -183,7 +185,7 @@ def _shared(check: Checks, at: str, model: ModelSection) -> float:
 
 
 def _extra_s(check: Checks, key: str, wake: Time, run_s: float, nbytes: int, bps: float) -> float:
-    """What a wake adds beyond the longer of run and copy, from how long it takes; 0 where nothing is said."""
+    """Seconds that a wake adds beyond the longer of run and copy, from its duration; 0 where none is given."""
     if wake == "":
         return 0.0
     wake_s = check.seconds(key, wake)

@@ -1,7 +1,7 @@
-"""How many GPUs, or functions, are enough: a search over whole numbers: pure. What a number is tried with is main.py's.
+"""Search over whole numbers for the number of GPUs, or functions, that is enough: pure. main.py tries each number.
 
 Below some number it is one way, above the other: so few GPUs do not suffice and more do, so few functions are served
-and more are not. Where that is not so (compliance need not rise with every GPU), what is found is one place where it
+and more are not. Where that is not so (compliance need not rise with every GPU), the result is one place where it
 changes: both sides of it were tried, and nothing is known of numbers that were not.
 """
 
@@ -11,10 +11,10 @@ from dormouse.controller.simulator.scenario import Scenario
 from dormouse.schemas.errors import ConfigError
 
 LIMITS: Final = {"gpus": 64, "functions": 10_000}
-"""The largest number that is tried, where nothing else is said."""
+"""The largest number that is tried, where nothing else is set."""
 
 TARGET: Final = 1.0
-"""Share of functions that must comply, where nothing else is said: a function's percentile already says what it may
+"""Share of functions that must comply, where nothing else is set: a function's percentile already says what it may
 miss.
 """
 
@@ -34,7 +34,7 @@ class CapacitySearch:
         self.at: int | None = min(start, limit)
 
     def tell(self, below: bool) -> None:
-        """What came of trying ``at``."""
+        """The result of trying ``at``."""
         assert self.at is not None
         self.tried += 1
         if below:

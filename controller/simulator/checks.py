@@ -8,7 +8,7 @@ from dormouse.core.config import parse_nbytes
 from dormouse.schemas.errors import ConfigError
 
 MAX_S: Final = 1e9
-"""Thirty years: who writes more has slipped, and much more is no float."""
+"""Thirty years: more is a slip, and much more is no float."""
 
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -1,4 +1,4 @@
-"""What is simulated: models, faults, what requests take outside GPUs, and the links between memories."""
+"""Simulated models, faults, times of requests outside GPUs, and the links between memories."""
 
 from collections.abc import Iterable
 
@@ -54,12 +54,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutsideLease(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request of a real node takes outside its lease, in seconds, as a node was measured. Without it a request
+    """Seconds that a request of a real node takes outside its lease, as a node was measured. Without it a request
     asks for a lease when it arrives, and is answered when that ends.
 
-    ``before_s``: from its arrival until the scheduler hears of it, if its function is idle; ``turn_s``: from the end of
-    a function's lease until the scheduler hears of its next request, which waits in the router; ``after_s``: from the
-    end of the lease until the client has the answer, which may be a little earlier.
+    ``before_s``: from its arrival until the scheduler learns of it, if its function is idle; ``turn_s``: from the end
+    of a function's lease until the scheduler learns of its next request, which waits in the router; ``after_s``: from
+    the end of the lease until the client has the answer, which may be a little earlier.
     """
 
     before_s: float

@@ -1,5 +1,5 @@
 """Runs the scheduling core against simulated devices: the same `Scheduler`, another clock. Deterministic. Owns the run
-loop, and how requests and the core come together; what GPUs do is executors.py's.
+loop, and how requests and the core come together; GPUs are executors.py's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -212,7 +212,7 @@ class Simulation:
 
     @property
     def streams(self) -> Streams | None:
-        """What became of each request to a language model, after a run; None: there is no such model."""
+        """The outcome of each request to a language model, after a run; None: there is no such model."""
         return None if self._serving is None else self._serving.streams
 
     # --- the run
@@ -225,7 +225,7 @@ class Simulation:
         progress: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float64]:
         """Latency of each request in seconds, nan if it was never answered. Times ascend; the first ``warm`` requests
-        only warm up. ``progress`` is told now and then how many have arrived. The latency of a stream is that of its
+        only warm up. ``progress`` receives now and then how many have arrived. The latency of a stream is that of its
         first token.
         """
         self._warm = self.executors.tally.warm = warm
@@ -270,7 +270,7 @@ class Simulation:
         return self.latency_s
 
     def _looked(self, does: Callable[P, None]) -> Callable[P, None]:
-        """What may call for another instance."""
+        """An action that may call for another instance."""
         extras = self._extras
         assert extras is not None
 
@@ -401,10 +401,10 @@ class Simulation:
             self._instances.free(request)
             self._tell(ev.Released(request))
 
-    # --- what is lost
+    # --- losses
 
     def _gpu_lost(self, gpu: int) -> None:
-        """What executes there fails, or is asked once more."""
+        """Requests that execute there fail, or are sent once more."""
         instances = self.executors.lost(gpu)
         front = self._front
         if front is not None:

@@ -1,6 +1,6 @@
-"""What the simulator puts in the place of executors: leases, from the grant to the end, with the room they make and the
-copies they wait for. Pure. Knows neither functions nor why a request came; what happens it tells the core. A lease that
-finds no room (gpu.py) waits for it.
+"""Stands for the executors in the simulator: leases, from the grant to the end, with the room they make and the copies
+they wait for. Pure. Knows neither functions nor the reason of a request; reports events to the core. A lease that finds
+no room (gpu.py) waits for it.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from dormouse.schemas.policy import Policy
 
 
 class Executors:
-    """Those of one node. ``specs`` are by instance; ``tell`` takes an event to ``core`` and performs what it answers.
+    """Those of one node. ``specs`` are by instance; ``tell`` takes an event to ``core`` and performs its actions.
     ``turns`` is there if leases take turns. ``quotas``: bytes of each GPU that tenants may keep before all others.
     """
 
@@ -64,7 +64,7 @@ class Executors:
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
         self._copies = not baseline.native  # else the start of a process contains them
-        self.granted: Callable[[SimulatedLease], None] = lambda lease: None  # told of each of a language model
+        self.granted: Callable[[SimulatedLease], None] = lambda lease: None  # receives each of a language model
 
     def worth(self, gpu: int, of: str = "", coming: str = "") -> dict[str, float]:
         """The core's; what tenants have beyond their quotas, with what is ``coming``, goes first. ``of``: also of that
@@ -137,13 +137,13 @@ class Executors:
         self._queue(gpu, lease)
 
     def leave(self, lease: SimulatedLease) -> None:
-        """It has no turn any more; whoever waits for it may begin."""
+        """It has no turn any more; the next that waits for it may begin."""
         assert self.turns is not None
         self.turns.leave(lease)
         self.next_turns(lease.wake.lease.gpu)
 
     def next_turns(self, number: int) -> None:
-        """Whoever waits for a turn there may begin."""
+        """Leases that wait for a turn there may begin."""
         assert self.turns is not None
         gpu, coming = self.gpus[number], self.turns.coming[number]
         while coming and not self._full(gpu):
@@ -175,7 +175,7 @@ class Executors:
                 self._queue(gpu, lease)
 
     def _freed(self, gpu: SimulatedGpu) -> None:
-        """What held it is there."""
+        """The preload that held it is over."""
         self._try_again(gpu)
         for lease in list(gpu.leases.values()):
             if lease.runtime is not None and lease.seat is not None and lease.seat.here:
@@ -342,7 +342,7 @@ class Executors:
 
     def lost(self, number: int) -> list[str]:
         """Its leases go with it, and who copies from it has the rest from the host, as an executor does that finds a
-        source gone. Returns the instances that had something there; the core is to be told.
+        source gone. Returns the instances that had something there; the core is to be notified.
         """
         now, gpu = self._agenda.now_s, self.gpus[number]
         residency = gpu.residency

@@ -1,11 +1,11 @@
 """Instances of simulated functions that come and go while requests do: pure. It has the place of
-decisions/requests/replicas.py, where the rules are told, and decides by the same code (core/replicas.py). Only those
+decisions/requests/replicas.py, which states the rules, and decides by the same code (core/replicas.py). Only those
 with batches and language models have such instances; those of others are all there from the beginning (instances.py).
 
     starts ──load_s──► serves ──EXTRA_IDLE_S without a request──► ends
 
-The scheduling core hears what it hears on a node: of the instance when it starts, of its model when that is loaded,
-which bytes of that are on which GPU, and that it is gone.
+The scheduling core receives the events of a real node: the instance when it starts, its model when that is loaded,
+the bytes of that on each GPU, and its end.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +20,7 @@ from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.replicas import has_room
 
 LIMITS: Final = LimitsSection()
-"""As a node has them if nobody says else."""
+"""As a node has them by default."""
 
 EXTRA_IDLE_S: Final = LIMITS.extra_idle_ms / 1000
 

@@ -1,4 +1,4 @@
-"""What may stand between an arrival and the scheduling core: a router with a queue for each function, as on a real
+"""Optional stages between an arrival and the scheduling core: a router with a queue for each function, as on a real
 node, or processes of functions that have to start (baselines.py). Pure. Without either the core is asked at once.
 """
 
@@ -40,7 +40,7 @@ class Front(Protocol):
 
 
 class RouterQueue:
-    """A function has one instance, so the core hears of one of its requests at a time."""
+    """A function has one instance, so the core learns of one of its requests at a time."""
 
     def __init__(self, outside: OutsideLease, count: int, agenda: Agenda, ask: Ask) -> None:
         self.after_s = outside.after_s

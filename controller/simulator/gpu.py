@@ -1,4 +1,4 @@
-"""A simulated GPU: the memory that an executor would have of it (decisions/memory/), and the leases there. Pure."""
+"""A simulated GPU: its memory, as an executor has it (decisions/memory/), and the leases there. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from dormouse.core.pace import SHARED_S
 from dormouse.schemas.messages import PoolStats
 
 POOLS: Final[dict[str, Callable[[int], Pool]]] = {"ideal": Ideal, "exact": Regions}
-"""What ``--pools`` may name: bytes that need not lie together, or an executor's own planning of addresses."""
+"""Pools that ``--pools`` may name: bytes that need not lie together, or an executor's own planning of addresses."""
 
 MOVE_BPS: Final = 300e9
 """Bytes that a GPU moves in its own memory per second (pools/planning.py)."""
@@ -82,7 +82,7 @@ class SimulatedGpu:
 
     def seat(self, lease: SimulatedLease, worth: Callable[[int], dict[str, float]], host_bps: float) -> WakePlan | None:
         """Room for its model and its activations; None if there is not enough, because others compute here, or read
-        what is in the way. Who has had no turn for longest leaves its seat first.
+        what is in the way. The lease that has had no turn for longest leaves its seat first.
         """
         residency, name = self.residency, lease.wake.instance
         known = partial(worth, self.number)

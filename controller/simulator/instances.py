@@ -1,7 +1,7 @@
-"""Which instance of its function a simulated request takes, where a function may have several: one that has no request,
-the first ones first; else the first. Pure. It has the place of core/decisions/requests/replicas.py and is simpler: all
-instances are there from the beginning, and a request does not change from one to another. Those of functions with
-batches and of language models come and go (extras.py).
+"""Choice of the instance for a simulated request, where a function may have several: one that has no request, the first
+ones first; else the first. Pure. It has the place of core/decisions/requests/replicas.py and is simpler: all instances
+are there from the beginning, and a request does not change from one to another. Those of functions with batches and of
+language models come and go (extras.py).
 """
 
 

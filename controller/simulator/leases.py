@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedSeat:
-    """What there is to know of a lease where leases take turns (turns.py). It computes for ``half_s`` of GPU time, and
+    """The state of a lease where leases take turns (turns.py). It computes for ``half_s`` of GPU time, and
     once more after the host, if it has to go there. ``here``: it has begun, and its memory is its own; not while it
     waits for room, nor when others needed it.
     """
@@ -25,7 +25,7 @@ class SimulatedSeat:
         self.here = False
         self.computing: SimulatedCopy | None = None
         self.rested = False  # it has been on the host, or is there
-        self.idle = False  # the core was told that it gives the GPU nothing
+        self.idle = False  # the core was notified that it gives the GPU nothing
         self.paused_s: float | None = None  # since when it has no turn
 
 
@@ -82,8 +82,8 @@ def seat_of(lease: SimulatedLease) -> SimulatedSeat:
 
 
 class Tally:
-    """What leases took: of all but the first ``warm`` requests; of leases that a GPU has lost only ``busy_s``, seconds
-    by GPU. ``on_busy`` is told GPU, begin and end of each.
+    """Sums over leases: of all but the first ``warm`` requests; of leases that a GPU has lost only ``busy_s``, seconds
+    by GPU. ``on_busy`` receives GPU, begin and end of each.
     """
 
     def __init__(self, gpus: int) -> None:

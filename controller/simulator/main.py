@@ -1,6 +1,6 @@
 """`dormouse simulate`: runs a scenario under one or several policies, with one or several numbers of functions, or
-searches for the number of GPUs or functions that is enough. Owns the clock on the wall; what happens in a run is
-engine.py's, how it is printed output.py's.
+searches for the number of GPUs or functions that is enough. Owns the wall clock; a run is
+engine.py's, its output output.py's.
 """
 
 import math
@@ -28,7 +28,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
 OWN: Final = "scenario"
-"""What the settings of the scenario's own [policy] are called."""
+"""The name of the settings of the scenario's own [policy]."""
 
 MAX_POINTS: Final = 100
 """Numbers of functions in one command."""

@@ -1,4 +1,4 @@
-"""What one `dormouse simulate` prints and draws: a table, JSON, figures, and what a search found in words."""
+"""Output of one `dormouse simulate`: a table, JSON, figures, and the result of a search in words."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dormouse.core.output import show_json, table
 
 
 class SimulationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. ``sweep``: numbers of functions. ``find``: "gpus" or "functions", of which numbers up to
+    """The runs asked for. ``sweep``: numbers of functions. ``find``: "gpus" or "functions", of which numbers up to
     ``limit`` are tried until the share ``target`` of functions complies; GPUs are of each of ``nodes``, and no fewer
     than ``least``, which faults name.
     """
@@ -49,7 +49,7 @@ class Tried(NamedTuple):
 
 
 class PolicyResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy: what was tried, by number of GPUs or functions, and the ``answer`` among those; None: no number
+    """Of one policy: the runs tried, by number of GPUs or functions, and the ``answer`` among those; None: no number
     was enough. Without a search there is one, the scenario's number of functions.
     """
 
@@ -91,7 +91,7 @@ def printed(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan, json
 
 
 def conclude(one: PolicyResults, plan: SimulationPlan) -> str:
-    """What a search found, as a sentence without its end."""
+    """The result of a search, as a sentence without its end."""
     target, number = f"{plan.target * 100:g}%", one.answer
     share = {at: f"{tried.report.compliant:.1%}" for at, tried in one.tried.items()}
     if plan.find == "gpus":
@@ -137,7 +137,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _print_models(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> None:
-    """Of what was asked for, or found."""
+    """Of the numbers asked for, or found."""
     for index, results in enumerate(found):
         for one in results:
             of = "" if plan.sweep is None else f", {plan.sweep[index]:,} functions"
@@ -185,7 +185,7 @@ def _one_as_json(one: PolicyResults, plan: SimulationPlan) -> dict[str, Any]:
 def draw(
     figures: Figures, points: Sequence[Scenario], found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan
 ) -> None:
-    """All figures that the results make, and says on stderr which files they are."""
+    """All figures that the results make, and lists the files on stderr."""
     if plan.find is None and plan.sweep is not None:
         by_policy = zip(*found, strict=True)
         lines = {
@@ -229,7 +229,7 @@ def _words(plan: SimulationPlan) -> str:
 
 
 def _shown(one: PolicyResults, plan: SimulationPlan) -> int:
-    """The number whose latencies are drawn: what was found, or what came nearest to it."""
+    """The number whose latencies are drawn: the one found, or the nearest to it."""
     if one.answer is not None:
         return one.answer
     return plan.limit if plan.find == "gpus" else min(one.tried)

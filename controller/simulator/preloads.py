@@ -1,8 +1,8 @@
-"""Models that simulated GPUs are given before anybody asks, as core/decisions/leases/preloads.py does it. Pure.
+"""Models that simulated GPUs are given before any request, as core/decisions/leases/preloads.py does it. Pure.
 
 One comes to a GPU at a time, in the order of its segments, from a GPU that has all that is missing, or from the host.
-It is given up for whatever else is to be done there: what has arrived stays. The runtime of a language model is there
-when it would have been for a lease, if none comes before.
+It is given up for any other work there: segments that have arrived stay. The runtime of a language model is there when
+it would have been for a lease, if none comes before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ class Preloads:
         self._worth, self._agenda = worth, agenda
         self._under_way: dict[int, SimulatedPreload] = {}  # by GPU
         self.held = False  # nobody else computes meanwhile, and none is given up
-        self.freed: Callable[[SimulatedGpu], None] = lambda gpu: None  # told of a GPU that was held
+        self.freed: Callable[[SimulatedGpu], None] = lambda gpu: None  # receives a GPU that was held
 
     def holds(self, number: int) -> bool:
         return self.held and number in self._under_way
@@ -139,7 +139,7 @@ class Preloads:
         self._agenda.put(self._agenda.now_s, PRELOADED, said)
 
     def lost(self, number: int) -> None:
-        """The GPU is, with all that came to it; and what others copy from it does not come."""
+        """The GPU is, with all that came to it; and others' copies from it do not come."""
         residency = self._gpus[number].residency
         for preload in list(self._under_way.values()):
             if preload.number == number:

@@ -1,4 +1,4 @@
-"""Says on a terminal how far long simulations are: one line on stderr, gone when there is something else to read."""
+"""Progress of long simulations on a terminal: one line on stderr, gone when there is something else to read."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""What came out of a run, as numbers: pure. How many functions comply, latencies, wakes, what GPUs and links did."""
+"""Results of a run, as numbers: pure. Functions that comply, latencies, wakes, the work of GPUs and links."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

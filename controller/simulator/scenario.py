@@ -1,5 +1,5 @@
-"""What is simulated: TOML in, one checked structure out. Reads no other file than the scenario; which keys there are is
-tree.py's, what is made of them building.py's.
+"""The scenario of a simulation: TOML in, one checked structure out. Reads no other file than the scenario; the keys
+that there are are tree.py's, the objects made of them building.py's.
 """
 
 import tomllib
@@ -57,8 +57,8 @@ POLICIES: Final[dict[str, Policy]] = {
     "turn-kept": Policy(turn_ms=MAX),
     "preload": Policy(preload=True),
 }
-"""What ``--policy`` may name: ``torpor-``'s differ from ``torpor`` in one setting each, the last ones from ``default``;
-the others are what Torpor §7.3 and §7.4, and Tangram §5.1, are compared with.
+"""Names for ``--policy``: ``torpor-``'s differ from ``torpor`` in one setting each, the last ones from ``default``;
+the others are the baselines of Torpor §7.3 and §7.4, and Tangram §5.1.
 """
 
 
@@ -67,7 +67,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     per minute; empty with a trace). ``wakes_s`` is how long a request takes alone whose model is copied whole from
     the host. A language model's deadline is that of its first token. ``node_of[f]`` is the node that serves function f;
     ``gpus`` are of each of ``nodes``. ``faults`` count GPUs through all nodes, and time from the first request of all.
-    ``tree`` is what was read. ``shares`` and ``quotas`` (bytes of each
+    ``tree`` is the input. ``shares`` and ``quotas`` (bytes of each
     GPU) are of tenants.
     """
 
@@ -115,7 +115,7 @@ def parse_scenario(tree: dict[str, Any], origin: str) -> Scenario:
 
 
 def built(read: Tree, origin: str) -> Scenario:
-    """Check what was read or made from it (resize.py). Raises ConfigError."""
+    """Check a scenario that was read or resized (resize.py). Raises ConfigError."""
     check = Checks(origin)
     topology = read_topology(check, read.gpus)
     gpu_nbytes = check.nbytes("gpus.memory", read.gpus.memory)
@@ -173,7 +173,7 @@ def _alone_s(spec: ModelSpec, topology: Topology) -> float:
 
 
 def _in_turn(functions: Sequence[int]) -> list[int]:
-    """Which model each function has: one of each, and again, until all have had their number."""
+    """The model of each function: one of each, and again, until all have had their number."""
     left, turns = list(functions), []
     while any(left):
         for index, more in enumerate(left):
@@ -186,7 +186,7 @@ def _in_turn(functions: Sequence[int]) -> list[int]:
 
 
 def _dealt(models: Sequence[int], nodes: int) -> list[int]:
-    """Which node serves each function: those of the first model in turn, those of the next where they left off."""
+    """The node of each function: those of the first model in turn, those of the next from there on."""
     node_of = [0] * len(models)
     for turn, function in enumerate(sorted(range(len(models)), key=lambda f: (models[f], f))):
         node_of[function] = turn % nodes

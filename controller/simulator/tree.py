@@ -1,5 +1,5 @@
-"""What a scenario file may say: the names and defaults of its keys, and their bounds. Pure. docs/simulator.md describes
-them; building.py checks their values.
+"""Keys of a scenario file: their names, defaults and bounds. Pure. docs/simulator.md describes them; building.py checks
+their values.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Turns of simulated leases: who computes on which GPU, and who spends time on the host: pure. There only where a model
-has time on the host, or a GPU more than one turn; else a lease computes from its begin to its end, alone.
+"""Turns of simulated leases: the leases that compute on each GPU, and those that spend time on the host: pure. Used
+only where a model has time on the host, or a GPU more than one turn; else a lease computes from start to end, alone.
 
 Leases that compute side by side share the GPU's time: each of n has an nth of it at each moment. So nothing is gained
 by that, but that short requests pass long ones, and that one computes while another copies; real kernels that leave
@@ -18,7 +18,7 @@ from dormouse.core.decisions.scheduling import events as ev
 
 
 class Turns:
-    """Of one node. A GPU has so many ``turns``. ``turn_s``: after so long on the host the core is told. ``over`` is
+    """Of one node. A GPU has so many ``turns``. ``turn_s``: after so long on the host the core is notified. ``over`` is
     called with a lease that has done all that it had to.
     """
 

@@ -1,5 +1,5 @@
-"""What figures need of a run beyond its report: the distribution of latencies, and when which GPU was busy. Pure;
-bounded, however long the run.
+"""Data of a run that figures need beyond its report: the distribution of latencies, and the busy times of each GPU.
+Pure; bounded, however long the run.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""`dormouse audit`: what was administered, by whom."""
+"""`dormouse audit`: the log of administrative acts, with their authors."""
 
 import json
 from contextlib import suppress
@@ -46,7 +46,7 @@ def audit(context: CommandContext, name: str | None, since: str, lines: int, con
 
 
 def _details(row: dict[str, Any]) -> str:
-    """What a line has beside what all have."""
+    """The fields of a line beyond those that all have."""
     more = {key: value for key, value in row.items() if key not in _OWN_COLUMNS and value not in ({}, [], "", None)}
     told = {key: value if isinstance(value, str | int) else json.dumps(value) for key, value in more.items()}
     return " ".join(f"{key}={value}" for key, value in told.items())

@@ -1,4 +1,4 @@
-"""`dormouse bench`: how a function does under a load."""
+"""`dormouse bench`: measures a function under a load."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`dormouse cost`: what functions have used, and what that costs."""
+"""`dormouse cost`: the use of functions, and its cost."""
 
 from typing import Any, Final
 

@@ -36,7 +36,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _option(name: str) -> Callable[[Any], Any]:
-    """Of the command line. What is not given is None."""
+    """Of the command line. A missing one is None."""
     metadata, default = OPTIONS[name].metadata, OPTIONS[name].default
     is_flag, several = default is False, metadata["kind"] in ("variables", "secrets", "names")
     shown = "" if is_flag or several else f"  [default: {standing(name)}]"
@@ -208,7 +208,7 @@ def change(option: str, old: str | None, new: str | None) -> str:
 
 
 def show_changes(answer: dict[str, Any], err: bool = False) -> None:
-    """What of the options is another than in the version before, what is kept of it, and what to beware of."""
+    """Prints the options that differ from the version before, those that are kept of it, and warnings."""
     for row in answer.get("changes", ()):
         click.echo(f"  {change(**row)}", err=err)
     if kept := answer.get("kept"):
@@ -235,7 +235,9 @@ def keep(printed: bytearray, data: bytes) -> None:
 
 
 def not_deployed(client: "AdminClient", name: str, error: CallRefused, printed: bytes) -> CallRefused:
-    """What is left to say: of a traceback that was just shown, what was raised; what helps; and what is served now."""
+    """The error without the parts that were just shown: of a traceback, the exception alone; hints; and the version
+    served now.
+    """
     text = str(error).strip()
     if text.encode() in printed:
         text = "; ".join([gist(text), *hints(text)])

@@ -27,7 +27,7 @@ LOOK_S: Final = 0.3
 
 
 LINK_S: Final = 60.0
-"""How long a link to the dashboard is good: how soon a browser has its page nobody knows."""
+"""Validity of a link to the dashboard: nobody knows how soon a browser has its page."""
 
 SCREENS: Final = {"DISPLAY", "WAYLAND_DISPLAY"}
 """Variables of which one is set where a browser has a screen."""

@@ -1,4 +1,4 @@
-"""`dormouse doctor`: what a node would use on this machine, and what is missing. Looks, changes nothing.
+"""`dormouse doctor`: finds the parts of this machine that a node would use, and the missing ones. Changes nothing.
 
 Each finding is a row: name, "ok" | "warn" | "fail", what was found, and what to do about it.
 """
@@ -59,7 +59,7 @@ class Finding:
 
 
 def of_running(run: Path) -> NodeConfig | None:
-    """What the node there was started with; None if this user may not read it."""
+    """The configuration of the node there; None if this user may not read it."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
     return None
@@ -131,7 +131,7 @@ def _torch(builds: dict[str, Build]) -> list[Finding]:
 
 
 def _cuda(config: NodeConfig, found: gpus_.GpuSurvey) -> tuple[Finding, int]:
-    """Which device executors would drive, and how many GPUs there are."""
+    """The device that executors would drive, and the number of GPUs."""
     count = len(found.gpus)
     trouble, advice = gpus_.trouble(config, found)
     if trouble:
@@ -167,7 +167,7 @@ def _gpus(found: gpus_.GpuSurvey, kernels: Sequence[str]) -> list[Finding]:
 
 
 def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
-    """Which GPUs share a switch, and which have NVLink: of real ones, as NVML says or as it is configured."""
+    """GPUs that share a switch, and those that have NVLink: of real ones, by NVML or by the configuration."""
     if not places:
         return []
     numbers = {place.uuid: number for number, place in enumerate(places)}
@@ -196,7 +196,7 @@ def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
 
 
 def too_large(config: NodeConfig) -> list[str]:
-    """What a node has been given that its machine has not, for who starts it."""
+    """Warnings for the caller who starts a node: resources in its configuration that its machine lacks."""
     _, gpus = _cuda(config, gpus_.find(config, opening=False))
     memory = _memory(config, gpus)
     absent = [path for path in config.sandbox.read if not os.path.exists(path)]
@@ -205,7 +205,9 @@ def too_large(config: NodeConfig) -> list[str]:
 
 
 def _compiler(config: NodeConfig, gpus: int) -> Finding:
-    """Who counts activations of emulated GPUs, and who records and runs operations."""
+    """The C++ compiler, which decides how activations of emulated GPUs are counted, and whether C++ or Python records
+    and runs operations.
+    """
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
     headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
@@ -254,7 +256,7 @@ def _shared_memory(config: NodeConfig) -> Finding:
 
 
 def _libraries(config: NodeConfig) -> list[Finding]:
-    """What `[sandbox] warm` names is imported as a zygote would, anew after each that fails."""
+    """Imports the libraries of `[sandbox] warm` as a zygote would, anew after each that fails."""
     python = config.sandbox.python or sys.executable
     with tempfile.TemporaryDirectory(prefix="dormouse-doctor-") as directory:
         file = Path(directory) / "warming"
@@ -277,7 +279,7 @@ def _libraries(config: NodeConfig) -> list[Finding]:
 
 
 def _confinement(config: NodeConfig) -> list[Finding]:
-    """What an instance has tried to do in this machine's sandbox, and how each attempt has ended."""
+    """Attempts of an instance in this machine's sandbox, and how each has ended."""
     python = config.sandbox.python or sys.executable
     arguments = [python, "-P", "-m", "dormouse.core.sandbox.trial", msgspec.json.encode(config).decode()]
     try:
@@ -296,7 +298,7 @@ def _confinement(config: NodeConfig) -> list[Finding]:
 
 
 def _pool(config: NodeConfig) -> Finding:
-    """How executors manage the memory of GPUs, by what the next start would see."""
+    """The way executors manage the memory of GPUs, as the next start would choose it."""
     if config.gpu.pool != "auto":
         return Finding("pool", "ok", config.pool)
     with suppress(ConfigError):  # the state directory is another finding
@@ -379,7 +381,7 @@ def _port(config: NodeConfig, running: bool) -> Finding:
 
 
 def _exposure(config: NodeConfig) -> Finding:
-    """Who reaches the node, as `up` judges it."""
+    """Exposure of the node, as `up` judges it."""
     node = config.node
     try:
         exposure.check(config)

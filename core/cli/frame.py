@@ -1,4 +1,4 @@
-"""What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
+"""Shared parts of the command line's modules: the node that a command is about, `--json`, and exit statuses."""
 
 import signal
 import sys
@@ -99,7 +99,7 @@ def going_on(what: str) -> Iterator[None]:
 
 
 ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
-"""What service managers and `kill` send, and what a terminal sends that is closed."""
+"""Sent by service managers and `kill`, and by a terminal that is closed."""
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def ended_as_it_likes() -> None:
 
 
 def run_directory(run: str | None, node: str | None) -> Path:
-    """Where the chosen node has its sockets."""
+    """The directory of the chosen node's sockets."""
     from dormouse.core.config import NodeConfig, NodeSection
 
     if run is not None:
@@ -140,7 +140,7 @@ def run_directory(run: str | None, node: str | None) -> Path:
 
 
 class CommandContext:
-    """Which node a command is about."""
+    """The node that a command is about."""
 
     def __init__(self, run: str | None, node: str | None, run_is_written: bool = False) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""Which file is the function, for a command: where a folder has none, a file that Python cannot read may be why.
+"""Finds a function's file for a command. If a folder has none, a file that Python cannot read may be the cause.
 
 `core.folder` looks for a name in the files' text only, as the router knows it too, and parses nothing.
 """
@@ -13,7 +13,7 @@ _MOST: Final = 100
 """Files that are tried: more than a function's folder has beside each other."""
 
 _MAX_NBYTES: Final = 1 << 20
-"""Of one: who writes more by hand is not known."""
+"""Of one: nobody writes more by hand."""
 
 
 def find(path: Path) -> folder.FunctionFolder:

@@ -35,7 +35,7 @@ def wish_of(options: dict[str, Any]) -> Wish:
 
 @dataclass(frozen=True)
 class Target:
-    """Which node is meant: as the command's options say."""
+    """The node that the command's options name."""
 
     run: str | None
     node: str | None

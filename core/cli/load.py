@@ -1,7 +1,7 @@
 """Requests that arrive at random at some rate, whether or not earlier ones are answered: an open loop.
 
-Times count from when a request was due, so that what waits for a thread here is late too. A closed loop would send less
-while the node is slow, and so would not see it.
+Times count from when a request was due, so a request that waits for a thread here is late too. A closed loop would send
+less while the node is slow, and so would not see it.
 """
 
 import random
@@ -74,7 +74,7 @@ def run(send: Callable[[], Iterable[bytes]], due: Sequence[float], told: Callabl
 
 
 def summary(sent: Sequence[Sent], deadline_s: float, streamed: bool) -> dict[str, object]:
-    """Times in milliseconds. What failed is late; a streamed answer's deadline is for its first part."""
+    """Times in milliseconds. Failed requests are late; a streamed answer's deadline is for its first part."""
     outcomes = Counter(each.outcome for each in sent)
     answered = [each for each in sent if each.outcome == OK]
     first = [each.first_s - each.due_s for each in answered if each.first_s is not None]

@@ -1,5 +1,5 @@
-"""What loads now, and programs of `dormouse run`, for people, as `dormouse status` and `dormouse ls` show them. Decides
-nothing.
+"""Rows for people: loads in progress, and programs of `dormouse run`, as `dormouse status` and `dormouse ls` show them.
+Decides nothing.
 """
 
 from typing import Any, Final
@@ -12,7 +12,7 @@ SESSIONS: Final = ["program", "session", "pid", "tenant", "since", "memory", "pr
 
 
 def load_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Of the router's list. What waits for a place has no instance."""
+    """Of the router's list. A load that waits for a place has no instance."""
     loads = row["instance"] is not None
     return {
         "loading": row["function"],
@@ -27,7 +27,7 @@ def load_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def session_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A program of `dormouse run`. What it takes of the machine is not known once it has ended."""
+    """A program of `dormouse run`. Its use of the machine is not known once it has ended."""
     known = row["memory_nbytes"] is not None
     return row | {
         "since": duration(1000 * (row["since_ms"] // 1000)),

@@ -55,7 +55,7 @@ ELSEWHERE: Final = {
     "serve": "up", "stop": "down", "call": "invoke", "predict": "invoke", "log": "logs", "info": "status",
     "versions": "history", "alias": "traffic", "key": "keys", "secrets": "secret", "undrain": "gpu",
 }  # fmt: skip
-"""What other programs call commands."""
+"""Names of commands in other programs."""
 
 
 class Commands(click.Group):

@@ -1,4 +1,4 @@
-"""`dormouse requests`, `jobs` and `job`: what was asked of functions, and requests that nobody waits for."""
+"""`dormouse requests`, `jobs` and `job`: recent requests, and jobs, which are requests that nobody waits for."""
 
 from typing import Any, Final, Literal
 

@@ -20,7 +20,7 @@ _STOP: Final = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 
 
 def next_wait_s(status: int, lasted_s: float, last_wait_s: float) -> float | None:
-    """How long to wait before the program is run again; None: it has ended for a reason of its own."""
+    """The pause before the program is run again; None: it has ended for a reason of its own."""
     if status not in (SESSION_ENDED, UNREACHABLE):
         return None
     if not last_wait_s or lasted_s >= STEADY_S:

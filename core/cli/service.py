@@ -112,7 +112,7 @@ def unit_path(name: str, *, root: bool) -> Path:
 
 
 def examined(text: str, name: str, *, root: bool) -> str | None:
-    """What `systemd-analyze verify` has against it; None: nothing, or it is not installed."""
+    """Complaints of `systemd-analyze verify`; None: there are none, or it is not installed."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         return None

@@ -1,5 +1,5 @@
-"""What `dormouse status` prints for people, from the JSON that it prints for programs: a screen, what is wrong first;
-one function; or all tables. Decides nothing.
+"""Output of `dormouse status` for people, made from its JSON for programs: a screen, problems first; one function; or
+all tables. Decides nothing.
 """
 
 import json
@@ -42,7 +42,7 @@ WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 OVERVIEW: Final = ["function", "state", "running", "queued", "requests", "errors", "in time", "p50", "p99", "on GPUs"]
 SCREEN_GPU: Final = ["gpu", "used", "turn", "seats", "busy"]
 BUSIEST: Final = 3
-"""Functions that are named beside a GPU: what fits on a line."""
+"""Functions that are named beside a GPU: so many fit on a line."""
 
 MAX_PROBLEMS: Final = 8
 LONGEST: Final = 300
@@ -144,7 +144,7 @@ def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy(gpu: dict[str, Any]) -> str | None:
-    """How much of the GPU's time was used lately, and by whom."""
+    """The share of the GPU's time that was used lately, and its users."""
     told = gpu.get("busy")
     if told is None or not told["functions"]:
         return None
@@ -169,7 +169,7 @@ def one(value: dict[str, Any], name: str) -> None:
 
 
 def found(value: dict[str, Any], name: str | None) -> list[str]:
-    """What is wrong with the node, or with one function."""
+    """Problems of the node, or of one function."""
     return problems(value) if name is None else list(troubles({name: value["functions"][name]}))
 
 
@@ -276,12 +276,12 @@ def contexts(gpu: dict[str, Any]) -> str | None:
 
 
 def turns(gpu: dict[str, Any]) -> str | None:
-    """Who computes, or may."""
+    """Functions that compute, or may."""
     return ", ".join(turn["function"] + (" (idle)" if turn["idle"] else "") for turn in gpu.get("turns", ())) or None
 
 
 def seats(gpu: dict[str, Any]) -> str | None:
-    """How many leases have their memory there, and whose do so without a turn."""
+    """Leases that have their memory there, and functions whose leases do so without a turn."""
     names = list(gpu.get("seats", ()))
     for turn in gpu.get("turns", ()):
         if turn["function"] in names:
@@ -361,7 +361,7 @@ def sampling_row(name: str, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_text(sampling: dict[str, Any]) -> str:
-    """What the model's files say, by the names that requests have for it."""
+    """The sampling of the model's files, by the names that requests have for it."""
     said = [f"{field} {json.dumps(value)}" for field, value in sampling.items() if field != "unfollowed"]
     ignored = sampling.get("unfollowed")
     return ", ".join(said or ["OpenAI's"]) + (f"; not followed: {', '.join(ignored)}" if ignored else "")

@@ -1,4 +1,4 @@
-"""How `dormouse invoke` shows an answer that comes in parts, or is bytes."""
+"""Output of `dormouse invoke` for an answer that comes in parts, or is bytes."""
 
 import json
 import time

@@ -1,5 +1,5 @@
-"""`dormouse history`, `rollback`, `traffic`, `pin` and `unpin`: which versions of a function are served, and where its
-model is.
+"""`dormouse history`, `rollback`, `traffic`, `pin` and `unpin`: the versions of a function that are served, and the
+place of its model.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""Messages between two processes. In: a path, and what may be said. Out: each message, whole and in order."""
+"""Messages between two processes. In: a path, and the types of messages. Out: each message, whole and in order."""

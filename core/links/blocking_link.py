@@ -15,7 +15,7 @@ from dormouse.core.links.sockets import READ_NBYTES, checked_path, connected
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 SEND_S: Final = 30.0
-"""How long a sender waits for the peer to listen, and then for room."""
+"""A sender's wait for the peer to listen, and then for room."""
 
 
 class BlockingLink:
@@ -65,7 +65,7 @@ class BlockingLink:
 
     @property
     def met(self) -> bool:
-        """Whether the peer has said its opening. What is sent before that, ZeroMQ's library does not hear."""
+        """Whether the peer has sent its opening. ZeroMQ's library does not receive what is sent before that."""
         return self._reader.greeted
 
     def meet(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What all ends of links that a loop serves have in common: what they are told, their limits, and typed messages."""
+"""Common parts of all ends of links that a loop serves: their arguments, their limits, and typed messages."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ STRANGER_BURST: Final = 16
 """The same from a peer that has a pace: half a millisecond of the router's time."""
 
 STRANGER_RATE_S: Final = 10_000
-"""What all instances of a tenant may cost a process in a second, beside what they are asked."""
+"""Limit on the cost of all instances of a tenant to a process in a second, beside the work that they are given."""
 
 
 class End(ABC):
@@ -39,8 +39,8 @@ class End(ABC):
         hwm_nbytes: and their bytes; a `RawLink` counts them.
         owner: the user who alone may connect, by default this process's.
         pace: what a stranger may cost, whose messages this process would else do nothing but read. A message costs one,
-            and so does what completes none. Who has spent it all is not read for a while; nothing is lost. A `RawLink`
-            has it.
+            and so does data that completes none. A peer that has spent it all is not read for a while; nothing is
+            lost. A `RawLink` has it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class End(ABC):
 
 
 class Typed(End, Generic[In, Out]):
-    """What makes a link of bytes one of messages that are members of a tagged union of ``msgspec.Struct``.
+    """Makes a link of bytes one of messages that are members of a tagged union of ``msgspec.Struct``.
 
     Args:
         incoming: the union that may arrive; anything else is garbage.

@@ -1,8 +1,8 @@
 """Descriptors between processes: Unix SEQPACKET sockets, one msgpack message and its descriptors per packet.
 
 ZeroMQ cannot carry descriptors, so memory and log pipes travel here. A listener accepts from whoever can reach its
-path; who that is is decided by the directory's mode, or by :attr:`PacketSocket.peer`. The command line uses it too and
-pays for every import, so asyncio is imported by those who serve.
+path; the directory's mode limits that, or :attr:`PacketSocket.peer`. The command line uses it too and pays for every
+import, so asyncio is imported by those who serve.
 """
 
 import os

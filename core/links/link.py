@@ -71,7 +71,7 @@ class RawLink(End):
         self.spend(1)
 
     def _connect(self, pause_s: float) -> None:
-        """Try now, and again after ``pause_s`` while nobody listens: who starts first is not known."""
+        """Try now, and again after ``pause_s`` while nobody listens: either side may start first."""
         peer = connected(self.path)
         if peer is not None:
             self._meet(peer)
@@ -152,8 +152,8 @@ class RawLink(End):
         self._waiting_nbytes += len(frame)
 
     def _sent(self, frame: bytes) -> int:
-        """How many of its bytes the peer's socket has taken: all, if it has hung up, as reading will say. The loop may
-        not: an error that sending has met is no event any more.
+        """The number of its bytes that the peer's socket has taken: all, if it has hung up, as reading will report. The
+        loop may not: an error that sending has met is no event any more.
         """
         assert self._peer is not None
         taken = sent(self._peer, frame)
@@ -250,7 +250,7 @@ class RawLink(End):
 
     def lend(self) -> Loan | None:
         """The connection for another thread, until :meth:`take_back`; None if something waits to be sent or heard here.
-        Meanwhile nothing is heard, and what is sent waits.
+        Meanwhile nothing is received, and sent messages wait.
         """
         if self._peer is None or not self._greeted or self._lent or self._outbox or self._heard:
             return None
@@ -259,7 +259,7 @@ class RawLink(End):
         return Loan(self, self._peer, self._reader)
 
     def take_back(self, loan: Loan) -> None:
-        """End the loan. Messages that the other thread has heard and not taken are delivered now."""
+        """End the loan. Messages that the other thread has received and not taken are delivered now."""
         assert self._lent
         assert self._peer is not None
         self._lent = False
@@ -281,7 +281,7 @@ class RawLink(End):
             self.garbage(loan.trouble)
 
     def close(self) -> None:
-        """Close now; what the peer's socket has not taken is lost. The side that bound removes the path."""
+        """Close now; data that the peer's socket has not taken is lost. The side that bound removes the path."""
         if self._closed:
             return
         self._closed = True

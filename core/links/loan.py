@@ -58,7 +58,7 @@ class Loan:
             self._over, self.trouble = True, str(error)
 
     def send(self, data: bytes) -> None:
-        """Send one message; what does not go at once is sent when it is given back."""
+        """Send one message; the part that does not go at once is sent when the loan ends."""
         frame = zmtp.framed(data)
         taken = sent(self._peer, frame)
         if taken is None:

@@ -1,4 +1,4 @@
-"""Unix sockets: those at paths, and what goes over one that never blocks."""
+"""Unix sockets: those at paths, and reads and writes of one that never blocks."""
 
 import contextlib
 import os
@@ -71,7 +71,7 @@ def received(peer: socket.socket) -> bytes | None:
 
 
 def sent(peer: socket.socket, frame: bytes) -> int | None:
-    """How many of its bytes the socket has taken; None when the peer has hung up."""
+    """The number of its bytes that the socket has taken; None when the peer has hung up."""
     try:
         return peer.send(frame)
     except BlockingIOError:

@@ -134,7 +134,7 @@ class RawZmqLink(End):
             self._schedule()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close now; what was not sent is lost, unless there is time for it: then `close_context` waits for it, at most
+        """Close now; unsent messages are lost, unless there is time for it: then `close_context` waits for it, at most
         so long. The side that bound removes the path.
         """
         if self._closed:

@@ -1,8 +1,8 @@
-"""ZMTP 3.0, what two ZeroMQ DEALER sockets say to each other on a stream: greeting, handshake, frames. No I/O.
+"""ZMTP 3.0, the protocol of two ZeroMQ DEALER sockets on a stream: greeting, handshake, frames. No I/O.
 
-ZeroMQ's own library serves a socket from a thread of its own: each message then costs both processes two more
-handovers between threads, about 30 µs of processor time each. On a request's path the process's own thread speaks the
-protocol instead; the other end may be the library or this module. (ZeroMQ RFC 23.)
+ZeroMQ's own library serves a socket from a thread of its own: each message then costs both processes two more handovers
+between threads, about 30 µs of processor time each. On a request's path the process's own thread speaks the protocol
+instead; the other end may be the library or this module. (ZeroMQ RFC 23.)
 """
 
 from typing import Final
@@ -35,7 +35,7 @@ def _command(body: bytes) -> bytes:
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY: Final = _command(b"\x05READY" + _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b""))
 OPENING: Final = GREETING + READY
-"""What either end says first, without waiting for the other."""
+"""Sent first by either end, without waiting for the other."""
 
 
 def framed(message: bytes) -> bytes:
@@ -60,7 +60,7 @@ class Reader:
         self.greeted = False
         self.commands = 0  # heard; who counts them clears it
         self.answer = b""
-        """What the peer must be told, because it asked; whoever says it clears it."""
+        """The reply that the peer has asked for; the sender clears it."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that ``data`` completes. Raises RemoteProtocolError: nothing more can be read."""

@@ -1,5 +1,5 @@
-"""The package ``dormouse`` itself: its version, and what files of functions import. The folders at the top of the
-repository are its subpackages.
+"""The package ``dormouse`` itself: its version, and the names that files of functions import. The folders at the top of
+the repository are its subpackages.
 """
 
 from typing import TYPE_CHECKING, Any

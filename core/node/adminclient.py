@@ -1,4 +1,4 @@
-"""The command line's way to a node: packets over its admin socket (schemas/admin.py), files as descriptors."""
+"""The command line's connection to a node: packets over its admin socket (schemas/admin.py), files as descriptors."""
 
 import os
 import time
@@ -43,14 +43,14 @@ class AdminClient:
         return self.listed()["functions"]
 
     def listed(self) -> dict[str, list[dict[str, Any]]]:
-        """The functions, and what loads."""
+        """The functions, and the loads in progress."""
         return self._asked(a.Functions(), dict[str, list[dict[str, Any]]])
 
     def status(self) -> dict[str, Any]:
         return self._asked(a.Status(), dict[str, Any])
 
     def usage(self, since_s: float, name: str) -> dict[str, Any]:
-        """What functions have used since then, in seconds of the Unix clock."""
+        """The use of functions since then, in seconds of the Unix clock."""
         return self._asked(a.Usage(since_s=since_s, name=name), dict[str, Any])
 
     def policy(self, changes: dict[str, str | int | float | bool]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class AdminClient:
         return self._asked(a.OpenDashboard(), dict[str, str])["url"]
 
     def end_dashboards(self) -> int:
-        """How many sessions there were."""
+        """Returns the number of sessions that there were."""
         return self._asked(a.OpenDashboard(end=True), dict[str, int])["ended"]
 
     def drain(self, undo: bool = False) -> bool:
@@ -72,7 +72,7 @@ class AdminClient:
         return msgspec.json.decode(answer, type=dict[str, bool])["drained"]
 
     def drain_gpu(self, gpu: int, undo: bool = False, waits: bool = False) -> dict[str, Any]:
-        """How it is then; with ``waits``, once nothing of the node is there any more."""
+        """Returns its state then; with ``waits``, once nothing of the node is there any more."""
         with self._conversation(None if waits else PATIENCE_S) as conversation:
             answer = b"".join(conversation.ask(a.DrainGpu(gpu=gpu, undo=undo, waits=waits)))
         return msgspec.json.decode(answer, type=dict[str, Any])
@@ -92,7 +92,7 @@ class AdminClient:
         return msgspec.json.decode(answer, type=dict[str, Any])
 
     def traffic(self, name: str, shares: dict[int, int]) -> dict[str, Any]:
-        """Which versions have how many per cent; waits until they are served."""
+        """Returns the per cent of each version; waits until they are served."""
         with self._conversation(None) as conversation:
             answer = b"".join(conversation.ask(a.Traffic(name=name, shares=shares)))
         return msgspec.json.decode(answer, type=dict[str, Any])
@@ -106,7 +106,7 @@ class AdminClient:
         return msgspec.json.decode(b"".join(said.data for said in pieces), type=dict[str, Any])
 
     def schema(self, name: str) -> dict[str, Any]:
-        """What it takes and answers."""
+        """The schema of its requests and answers."""
         return self._asked(a.Schema(name=name), dict[str, Any])
 
     def jobs(self, name: str = "") -> list[dict[str, Any]]:
@@ -115,12 +115,12 @@ class AdminClient:
         return found
 
     def job(self, id: str, wait_s: int = 0) -> dict[str, Any]:
-        """How it is, at the latest after so long."""
+        """Its state, at the latest after so long."""
         with self._conversation(None if wait_s else self._call_s) as conversation:
             return msgspec.json.decode(b"".join(conversation.ask(a.AskJob(id=id, wait_s=wait_s))), type=dict[str, Any])
 
     def cancel(self, id: str, forget: bool = False) -> dict[str, Any]:
-        """How it was then; with ``forget``, of one that has ended."""
+        """Returns its state then; with ``forget``, of one that has ended."""
         return self._asked(a.CancelJob(id=id, forget=forget), dict[str, Any])
 
     def result(self, id: str) -> tuple[str, bytes]:
@@ -259,7 +259,7 @@ class AdminClient:
 
 
 class _Conversation:
-    """What is said and heard on one connection. Raises CallRefused, PeerLost, RemoteProtocolError."""
+    """Messages sent and received on one connection. Raises CallRefused, PeerLost, RemoteProtocolError."""
 
     def __init__(self, sock: PacketSocket[a.FromNode, a.ToNode]) -> None:
         self._sock = sock

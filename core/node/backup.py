@@ -1,4 +1,4 @@
-"""A node's state directory in one file, while the node runs; and back, into a directory that has nothing.
+"""Backs a node's state directory up into one file, while the node runs, and restores it into an empty directory.
 
 ::
 
@@ -8,7 +8,7 @@
 
 Files there are never changed in place, but logs, which grow, and databases. So first all files get a second name, which
 takes no time, in a folder of the state directory, and are read from there at leisure. Functions that were deployed or
-removed meanwhile would be half there: then it begins anew. Does not know what is in any file.
+removed meanwhile would be half there: then it begins anew. Knows the contents of no file.
 """
 
 import io

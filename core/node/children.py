@@ -1,4 +1,4 @@
-"""One child process of the supervisor: started, watched by its sentinel, told things, ended.
+"""One child process of the supervisor: started, watched by its sentinel, sent messages, ended.
 
 Owns the process, its link (or, for a zygote, its pipe) and the time of its last sign of life. Decides nothing.
 """
@@ -23,8 +23,9 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 
 ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
-operand's memory in pieces."""
+"""Variables that would have torch allocate in another way than executors count on: with expandable segments the driver
+knows an operand's memory in pieces.
+"""
 
 
 SILENCE_S: Final = 30.0
@@ -45,7 +46,9 @@ def patience_s(*, waits: bool, ready: bool) -> float:
 
 
 def sink(path: Path) -> IO[bytes]:
-    """Where a process writes what is no record. A disk that takes no file more loses that, and nothing else."""
+    """The file for output of a process that is no record. On a disk that takes no more files that is lost, and nothing
+    else.
+    """
     try:
         path.unlink(missing_ok=True)  # a predecessor's, or an old node's, may have it open yet
         return path.open("wb")

@@ -1,7 +1,7 @@
-"""What the death of a process means for its node: one that is started again alone, all of them anew, or the node's end.
-Pure: no I/O, no clock.
+"""Decides the consequence of a process's death for its node: it is started again alone, all are started anew, or the
+node ends. Pure: no I/O, no clock.
 
-Knows which roles are down and why; what is done about it is the supervisor's.
+Knows which roles are down and why; the supervisor acts on it.
 """
 
 from collections.abc import Collection

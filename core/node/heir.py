@@ -1,7 +1,7 @@
-"""The old supervisor's side of an upgrade: starts the successor when it is asked to, and carries out what
-succession.py decides. Owns the socket at which it is asked (RUN/t/replace), the successor's process and the link to it.
+"""The old supervisor's side of an upgrade: starts the successor on request, and carries out the decisions of
+succession.py. Owns the socket for requests (RUN/t/replace), the successor's process and the link to it.
 
-What is done to the node's own processes is the supervisor's, behind a Protocol.
+The supervisor handles the node's own processes, behind a Protocol.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from dormouse.schemas import succession as s
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 LAST_NBYTES: Final = 20_000
-"""Of what a successor that failed has written."""
+"""Of the output of a successor that failed."""
 
 LATE_S: Final = 1.0
 """A time limit that is noticed so late: this process was itself stopped. So much longer it waits for what the successor
@@ -35,7 +35,7 @@ Asker = PacketSocket[s.Replace, s.SaidToAsker]
 
 
 class Node(Protocol):
-    """What is asked of the supervisor."""
+    """The supervisor's part."""
 
     log: Any
     loop: asyncio.AbstractEventLoop
@@ -159,7 +159,7 @@ class Heirs:
     """See the module."""
 
     def __init__(self, node: Node, path: str, environment: Mapping[str, str], errors: Path) -> None:
-        """``environment``: what a successor has beyond ours."""
+        """``environment``: a successor's variables beyond ours."""
         self._node = node
         self._environment, self._errors = environment, errors
         self._succession = e.Succession()
@@ -223,7 +223,7 @@ class Heirs:
         self.handle(e.SuccessionAsked(min(max(replace.wait_s, 0.0), e.LONGEST_WAIT_S)))
 
     def _asker_left(self, asker: Asker) -> None:
-        """What it has asked for goes on."""
+        """The handover that it has asked for goes on."""
         if asker is self._asker:
             self._asker = None
 

@@ -1,7 +1,7 @@
-"""Where a store and a router leave what those of the next node are given.
+"""Sockets for the handover from a store and a router to those of the next node.
 
-Owns the sockets: by role a pair, of which the process has one end (``HEIR_FD``) and its successor will have the other
-(``LEGACY_FD``). What is said there is theirs.
+Owns them: a pair by role. The process has one end (``HEIR_FD``) and its successor will have the other (``LEGACY_FD``).
+The messages there are theirs.
 """
 
 import socket
@@ -10,7 +10,7 @@ from dormouse.core.listening import HEIR_FD, LEGACY_FD
 
 
 class Legacies:
-    """``given``: descriptors, by role, of what a node before this one has left; they are taken from it."""
+    """``given``: descriptors, by role, that the predecessor of this node has handed over; they are taken from it."""
 
     def __init__(self, given: dict[str, int]) -> None:
         self._given = given
@@ -18,7 +18,7 @@ class Legacies:
         self._heir_ends: dict[str, socket.socket] = {}  # by role: a successor's
 
     def inherits(self, role: str) -> dict[str, int]:
-        """What a process of this role is given, as it starts: descriptors, by the variable that tells it the number."""
+        """Descriptors for a process of this role, as it starts, by the variable that has the number."""
         for old in self._inherited.pop(role, ()):
             old.close()
         legacy = self._heir_ends.pop(role, None)  # for a successor that has not come
@@ -29,5 +29,5 @@ class Legacies:
         return {HEIR_FD: its.fileno()} | ({} if legacy is None else {LEGACY_FD: legacy.fileno()})
 
     def heir_end(self, role: str) -> int:
-        """What its successor is given."""
+        """The descriptor for its successor."""
         return self._heir_ends[role].fileno()

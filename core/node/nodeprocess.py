@@ -35,19 +35,21 @@ START_S: Final = 180.0
 """A first import of torch from a cold disk, in the zygote and in every executor, takes tens of seconds."""
 
 MIN_FREE_NBYTES: Final = 1 << 20
-"""Of a disk that takes what a supervisor says of its end."""
+"""Of a disk that takes a supervisor's last words."""
 
 STOP_S: Final = 30.0
 POLL_S: Final = 0.05
 LOOK_S: Final = 1.0
 STOPPED_LOOKS: Final = 3
-"""While a node goes over, who asked looks once a second whether its supervisor is stopped (SIGSTOP)."""
+"""During a handover, the caller checks once a second whether the node's supervisor is stopped (SIGSTOP)."""
 
 SUPERVISOR: Final = "dormouse.core.node.supervisor"
 
 
 def config_of(file: str | None, node: str | None, run: str | None = None) -> NodeConfig:
-    """What the supervisor will read; ``run`` is its run directory where the file names none. Raises ConfigError."""
+    """The configuration that the supervisor will read; ``run`` is its run directory where the file names none. Raises
+    ConfigError.
+    """
     if file is not None and node is not None:
         raise ConfigError("give a node file or --node, not both; the file has the node's name in [node]")
     config = named_config(node) if node is not None else NodeConfig() if file is None else load_config(file)
@@ -78,8 +80,8 @@ def foreground(file: str | None, node: str | None, run: str | None, options: Seq
 
 
 def start(file: str | None, node: str | None, run: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Start a node and wait until it is ready; what its ready file says. ``run``: its run directory where the file
-    names none; ``options``: the supervisor's, of this start. Raises ConfigError, ProcessFailed.
+    """Start a node, wait until it is ready, and return the contents of its ready file. ``run``: its run directory where
+    the file names none; ``options``: the supervisor's, of this start. Raises ConfigError, ProcessFailed.
     """
     config, options = config_of(file, node, run), [*options, *_placed(run)]
     if (pid := running_pid(config.run_directory)) is not None:
@@ -109,7 +111,7 @@ def replace(
     told: Callable[[str], None],
 ) -> dict[str, Any]:
     """Have the running node go over to this version and node file; what its ready file says then. Requests that run
-    there have ``wait_s`` to end. ``told`` hears how far it has come. Raises ConfigError, ProcessFailed: it runs on.
+    there have ``wait_s`` to end. ``told`` is called with its progress. Raises ConfigError, ProcessFailed: it runs on.
     """
     config, options = config_of(file, node, run), [*options, *_placed(run)]
     paths = RunPaths(config.run_directory)
@@ -133,7 +135,9 @@ def _placed(run: str | None) -> list[str]:
 
 
 def _asked(path: str, replace: s.Replace, told: Callable[[str], None], pid: int) -> s.Replaced | s.NotReplaced:
-    """What comes of it. Raises PeerLost, RemoteProtocolError; ProcessFailed if the supervisor ``pid`` is stopped."""
+    """Asks for the handover, and returns its outcome. Raises PeerLost, RemoteProtocolError; ProcessFailed if the
+    supervisor ``pid`` is stopped.
+    """
     asker: PacketSocket[s.SaidToAsker, s.Replace] = PacketSocket.connect(path, s.SaidToAsker)
     looks = 0  # in a row at which it was stopped
     try:
@@ -157,7 +161,7 @@ def _asked(path: str, replace: s.Replace, told: Callable[[str], None], pid: int)
 
 
 def _unanswered(run: Path, pid: int, why: str) -> ProcessFailed:
-    """Who was asked to go over has left without an answer: which node is there?"""
+    """The supervisor hung up without a reply: the error depends on the node that is there now."""
     found = running_pid(run)
     if found == pid:
         return ProcessFailed(
@@ -202,7 +206,7 @@ def _launch(config: NodeConfig, words: list[str], errors: Any) -> dict[str, Any]
 
 
 def _await_ready(child: "subprocess.Popen[bytes]", path: Path) -> dict[str, Any] | None:
-    """What the ready file says, or None when the child has ended or the time is over."""
+    """The contents of the ready file, or None when the child has ended or the time is over."""
     deadline_s = time.monotonic() + START_S
     sentinel = os.pidfd_open(child.pid)
     try:

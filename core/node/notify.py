@@ -1,6 +1,7 @@
-"""What a supervisor tells systemd, by the protocol of sd_notify(3): that it is ready, lives, and stops.
+"""Reports from a supervisor to systemd, by the protocol of sd_notify(3): that it is ready, lives, and stops.
 
-Outside of a unit of `Type=notify` nothing is said, but to people who have started it in the foreground.
+Outside of a unit of `Type=notify` nothing is sent, but people who have started it in the foreground can read it on
+standard error.
 """
 
 import os
@@ -27,7 +28,9 @@ class ServiceManager:
 
     @classmethod
     def take(cls, plain: bool = False) -> Self:
-        """By this process's environment, out of which it is taken: what others start is not the unit's main process."""
+        """By this process's environment, out of which it is taken: a process that others start is not the unit's main
+        process.
+        """
         address, pid = os.environ.pop("NOTIFY_SOCKET", ""), os.environ.pop("WATCHDOG_PID", "")
         watched = bool(os.environ.pop("WATCHDOG_USEC", "")) and pid in ("", str(os.getpid()))
         return cls(address, watched, plain)

@@ -1,16 +1,16 @@
-"""What a node's supervisor is at, and what follows from it for its processes. Pure: no I/O, no clock.
+"""Phases of a node's supervisor, and their consequences for its processes. Pure: no I/O, no clock.
 
     phase      begins with                  a process that ends      one that is missing is started
     ---------  ---------------------------  -----------------------  ------------------------------
     STANDS_BY  as a node's successor        ends the successor       to import all, and to wait
     RUNS       as the first; it has it all  deaths.py says           at once, or after a pause
     ANEW       a death that all share       one fewer to wait for    once all but zygotes have ended
-    GOES_OVER  its own successor's turn     is what was wanted       by the successor
-    ENDS       SIGTERM, or it cannot go on  is what was wanted       never
+    GOES_OVER  its own successor's turn     is wanted                by the successor
+    ENDS       SIGTERM, or it cannot go on  is wanted                never
 
     STANDS_BY --> RUNS <--> ANEW <-- GOES_OVER <-- RUNS        all --> ENDS
 
-It comes back from GOES_OVER, by ANEW, if its successor does not start.
+The supervisor returns from GOES_OVER, by ANEW, if its successor does not start.
 """
 
 from enum import Enum

@@ -1,6 +1,6 @@
-"""The new supervisor's side of an upgrade: the node that it is to take over, and what it is given of it.
+"""The new supervisor's side of an upgrade: the node that it is to take over, and the descriptors received from that.
 
-Until `Yours` comes, all of that is the old node's: it is only held. Decides nothing.
+Until `Yours` comes, they belong to the old node, and are only held. Decides nothing.
 """
 
 import os
@@ -15,7 +15,7 @@ from dormouse.schemas.errors import ConfigError, PeerLost, RemoteProtocolError
 
 MEET_S: Final = 20.0
 GIVEN: Final = ("listening", "run", "state", "router", "store")
-"""What comes with the estate, in this order."""
+"""The descriptors that come with the `Estate`, in this order."""
 
 
 class Predecessor:

@@ -1,4 +1,4 @@
-"""How a call to a node fails. Apart from the client, so that `dormouse --help` need not import what calls take."""
+"""Errors of a call to a node. Apart from the client, so that `dormouse --help` need not import the client's modules."""
 
 
 class Unreachable(Exception):

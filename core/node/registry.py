@@ -1,8 +1,7 @@
-"""The registry of a node's processes: which roles it has, and the process that each has now; how they are started and
-ended.
+"""Registry of a node's processes: its roles, and the process that each has now. Starts and ends them.
 
-Owns the processes, their epochs, and what they inherit: the listening socket, pages of evidence, what an old node has
-left for its successor. What a process says, and what its end means, is the supervisor's.
+Owns the processes, their epochs, and what they inherit: the listening socket, pages of evidence, and the sockets that
+an old node hands over. The supervisor handles their messages and their ends.
 """
 
 import asyncio
@@ -31,8 +30,8 @@ STOPPED_S: Final = 2.5
 """A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
 
 AWAY_S: Final = 5.0
-"""Between two looks, which are a second apart: so long this process was itself stopped, or had no time. What others
-have said meanwhile has not been heard yet, and is no silence.
+"""Between two looks, which are a second apart: so long this process was itself stopped, or had no time. Messages that
+others have sent meanwhile are not received yet, and that is no silence.
 """
 
 STOP_S: Final = 10.0
@@ -42,8 +41,8 @@ EPOCHS_APART: Final = 10  # of a node and its successor: more than processes are
 
 
 class Registry:
-    """``given``: descriptors, by role, of what a node before this one has left; ``epochs``: of that one's processes.
-    Callbacks are those of :class:`RunningRole`; ``on_failure(role, why)``: of one that could not be started.
+    """``given``: descriptors, by role, that the predecessor of this node has handed over; ``epochs``: of that one's
+    processes. Callbacks are those of :class:`RunningRole`; ``on_failure(role, why)``: of one that could not be started.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Registry:
     # --- starting
 
     def forget_imports(self) -> None:
-        """What a node of the same generation, which did not come to be, has written of its imports."""
+        """Removes the files about imports of a node of the same generation, which did not come to be."""
         for role in self.worlds:
             self._paths.warming(role, self._config.start.generation).unlink(missing_ok=True)
 
@@ -178,7 +177,7 @@ class Registry:
             child.kill()
 
     def watch(self, now_s: float) -> None:
-        """Who is stopped or has been silent, and who has not managed to start? Those are killed."""
+        """Kills processes that are stopped, have been silent, or have not managed to start."""
         away, self._looked_s = now_s - self._looked_s >= AWAY_S, now_s
         for child in list(self.children.values()):
             if away:

@@ -1,7 +1,7 @@
-"""How often a node's processes have died, and for how long one that is replaced alone then waits. Pure: no I/O, no
+"""Counts the deaths of a node's processes, and decides the pause before one that is replaced alone. Pure: no I/O, no
 clock.
 
-What a death means for the other processes is in deaths.py.
+The consequences of a death for the other processes are in deaths.py.
 """
 
 from collections import deque

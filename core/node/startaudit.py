@@ -1,5 +1,5 @@
-"""The audit log's line of a node's start: who has started it, as what, and which settings are others than at the start
-before. Owns the file that remembers those.
+"""The audit log's line of a node's start: the user, the kind of start, and the settings that have changed since the
+start before. Owns the file that keeps those.
 """
 
 import os

@@ -1,13 +1,14 @@
-"""How a node goes over to its successor, a newer version of it: the old supervisor's side. Pure: no I/O, no clock.
+"""Handover of a node to its successor, a newer version of it: the old supervisor's side. Pure: no I/O, no clock.
 
 The successor is a supervisor of its own, with processes that have imported all and hold nothing yet::
 
     IDLE --Asked--> IMPORTING --HeirImported--> LEAVING --RouterLeft--> STOPPING --Stopped--> STARTING --HeirUp--> DONE
                     old serves                  requests end            old ends              new starts
 
-At any time before DONE the successor may end, or take too long: then it is killed if need be, the old node goes on,
-and who asked is told why. What the old node has ended by then it starts anew. So the way back is the old node's: it is
-there until the old node has heard that the successor serves, and DONE is when that has dropped it.
+At any time before DONE the successor may end, or take too long: then it is killed if need be, the old node goes on, and
+the caller receives the reason. The old node starts the processes anew that it has ended by then. So the rollback of a
+migration belongs to the old node: it is possible until the successor has reported that it serves. DONE is reached when
+the old node has dropped it.
 """
 
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class KillHeir:
 
 @dataclass(frozen=True, slots=True)
 class ServeOn:
-    """Serve as before; ``anew``: what was ended has to be started again."""
+    """Serve as before; ``anew``: the processes that were ended have to be started again."""
 
     anew: bool
     text: str

@@ -1,12 +1,11 @@
-"""A node's life: its processes watched by their sentinels and heartbeats, and replaced when they die; the node given to
-a successor, or taken over from the one before it.
+"""A node's life: its processes watched by their sentinels and heartbeats, and replaced when they die; the node handed
+over to a successor, or taken over from its predecessor.
 
-Knows roles and epochs and nothing of GPUs. deaths.py decides what becomes of the node when a process dies,
-succession.py how it goes over; phase.py has the table of what it is at. An executor or a zygote is replaced alone; the
-router, the controller and the store hold state that the others refer to, so when one of them dies all are started anew
-from the catalogue. Only zygotes stay, which have no other state than their imports: they end their instances. The TCP
-socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it for
-the next.
+Knows roles and epochs and nothing of GPUs. deaths.py decides about the death of a process, succession.py about a
+handover; phase.py has the table of phases. An executor or a zygote is replaced alone; the router, the controller and
+the store hold state that the others refer to, so when one of them dies all are started anew from the catalogue. Only
+zygotes stay, which have no other state than their imports: they end their instances. The TCP socket on which the router
+listens is the supervisor's: connections that a dying router has not accepted wait in it for the next.
 """
 
 import asyncio
@@ -109,7 +108,7 @@ class Supervisor:
             self._heirs = Heirs(self, self.paths.replace, self.service.environment, errors)
 
     def _say_who(self) -> None:
-        """Whom `dormouse down` ends. As a whole: who reads it meanwhile is not to find nobody."""
+        """Writes the pid that `dormouse down` ends; as a whole, so that a reader never finds an empty file."""
         write_whole(self.paths.pid, str(os.getpid()).encode(), 0o644)
 
     # --- a node that takes over from another
@@ -312,7 +311,7 @@ class Supervisor:
         self._lost(child.role, why, ready=child.ready, blamed=blamed, in_order=status == 0)
 
     def _lost(self, role: str, why: str, *, ready: bool = False, blamed: bool = False, in_order: bool = False) -> None:
-        """A process has ended, or could not be started: what becomes of it, and of the node?"""
+        """A process has ended, or could not be started: decide about it, and about the node."""
         if self._phase is NodePhase.STANDS_BY:
             self._fail(f"{role} did not start: {why}")
             return

@@ -1,8 +1,8 @@
-"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--run DIR]
-[--without NAME] [--forget-models] [--plain]``.
+"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml | --node NAME] [--run DIR] [--without NAME]
+[--forget-models] [--plain]``.
 
 Takes the directories and the listening socket of a node, as the first or from the node that it replaces, and removes
-the run directory when it leaves. What it then does is in supervision.py.
+the run directory when it exits. The life of the node is in supervision.py.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Where functions run. In: who is to be forked, with which limits. Out: confined processes, and how they ended."""
+"""The sandbox of functions. In: the process to fork, and its limits. Out: confined processes, and how they ended."""

@@ -1,8 +1,9 @@
-"""The build of an environment: what a confined child of a zygote does instead of a function's work.
+"""Builds an environment, in a confined child of a zygote, which does this instead of a function's work.
 
-pip decides what is missing in the node's own environment (a report, nothing is installed), then installs exactly that
-into the folder that the router has made, by hash. What the zygote has imported already is held at its version: an
-instance could not have another one. Ends with a `BuildResult` in that folder; what pip says goes to the log.
+pip reports the packages that are missing in the node's own environment (nothing is installed), then installs exactly
+those into the folder that the router has made, by hash. Libraries that the zygote has imported already are held at
+their version: an instance could not have another one. Ends with a `BuildResult` in that folder; pip's output goes to
+the log.
 """
 
 import importlib.metadata
@@ -64,7 +65,7 @@ def build(order: BuildOrder, requirements: bytes, channel_fd: int) -> NoReturn:
 
 
 def _listen(channel_fd: int) -> str:
-    """Where the way out (way_out.py) answers from now on."""
+    """The address at which the way out (way_out.py) answers from now on."""
     with socket.socket(fileno=channel_fd) as channel, socket.create_server(("127.0.0.1", 0)) as listener:
         socket.send_fds(channel, [b" "], [listener.fileno()])
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -103,7 +104,9 @@ def _held() -> dict[str, str]:
 
 
 def wanting(name: str, report: list[dict[str, Any]]) -> list[str]:
-    """Who brings a package, by pip's report: a requirement of the function's first, the one that names it last."""
+    """The chain that brings a package, by pip's report: a requirement of the function's first, the one that names it
+    last.
+    """
     needs = {
         str(canonicalize_name(each["metadata"]["name"])): {
             str(canonicalize_name(Requirement(said).name)) for said in each["metadata"].get("requires_dist", [])
@@ -122,7 +125,7 @@ def wanting(name: str, report: list[dict[str, Any]]) -> list[str]:
 
 
 def _instead(name: str, report: list[dict[str, Any]]) -> str:
-    """What to do about a part of CUDA."""
+    """Advice about a part of CUDA."""
     chain = wanting(name, report)
     if not chain:
         return "leave it out"
@@ -165,7 +168,7 @@ class _Pip:
         self._environment = kept | quiet | order.variables | (out if proxy else {})
 
     def run(self, *words: str) -> None:
-        """What it says is printed as it comes. Raises BuildFailed."""
+        """Its output is printed as it comes. Raises BuildFailed."""
         only = [] if self._order.sources else ["--only-binary", ":all:"]
         said = self._said([*words, *only, *self._source, "--no-color"])
         if said is not None:

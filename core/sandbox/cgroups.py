@@ -1,8 +1,8 @@
 """Control groups: one for each instance, in which the kernel counts its memory of every kind, processes and CPU.
 
 Owns a folder of one zygote's in the hierarchies that the machine has (v2, or v1's memory, pids and cpu), where the node
-may write to them. What may be used is found out by trying: a child that exceeds a small limit must be ended for it.
-The processes of the node itself stay where they are, but for one case (`_make_room`).
+may write to them. The usable limits are found by trial: a child that exceeds a small limit must be ended for it. The
+processes of the node itself stay where they are, but for one case (`_make_room`).
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class Group:
             (directory / "cgroup.procs").write_text("0")
 
     def exceeded(self) -> str:
-        """Which limit the kernel has ended a process for: "memory", or ""."""
+        """The limit for which the kernel has ended a process: "memory", or ""."""
         for name in ("memory.events", "memory.oom_control"):
             with suppress(OSError, KeyError):
                 counts = dict(line.split() for line in (self._directories["memory"] / name).read_text().splitlines())
@@ -219,7 +219,7 @@ def _candidates(name: str) -> list[tuple[dict[str, Path], bool]]:
 
 
 def _mounts(mountinfo: str) -> dict[str, tuple[Path, str]]:
-    """Where a hierarchy is mounted and which of its directories is, by controller; v2's is ""."""
+    """The mount point of each hierarchy, and its directory mounted there, by controller; v2's is ""."""
     found: dict[str, tuple[Path, str]] = {}
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -238,7 +238,7 @@ def _own(cgroup: str) -> dict[str, str]:
 
 
 def _directory(place: Path, root: str, path: str) -> Path | None:
-    """Where a group is to be seen; None if the mount does not show it."""
+    """The path at which a group is seen; None if the mount does not show it."""
     if root == "/":
         return place / path.lstrip("/")
     inner = path.removeprefix(root)

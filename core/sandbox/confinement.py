@@ -1,8 +1,8 @@
-"""Confinement of an instance: what this host can give (probed once, in the zygote) and the steps after a fork.
+"""Confinement of an instance: the level that this host allows (probed once, in the zygote) and the steps after a fork.
 
 An instance is hostile. Strongest first: a uid of its own, and namespaces in which it sees no process, file, socket or
 network that is not its own, nor makes calls that serve no function (seccomp.py). A step that the host does not allow is
-left out and its absence is part of the level's name. What always holds: no inherited descriptors, no secrets in the
+left out and its absence is part of the level's name. These always hold: no inherited descriptors, no secrets in the
 environment, no capabilities, ``no_new_privs``, resource limits, and death with the zygote.
 """
 
@@ -29,8 +29,8 @@ _LIMITS: Final[dict[str, int]] = {name: getattr(resource, f"RLIMIT_{name}") for 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What this host allows. ``user`` says that the namespaces stand on a user namespace, not on being root;
-    ``counted``, that each instance enters one more, in which the kernel (5.14) counts its processes alone.
+    """The confinement that this host allows. ``user`` says that the namespaces stand on a user namespace, not on being
+    root; ``counted``, that each instance enters one more, in which the kernel (5.14) counts its processes alone.
     """
 
     own_uid: bool = False
@@ -195,7 +195,7 @@ def _enter(level: Level, root: mounts.Root, place: str, uid: int, loopback: bool
 
 
 def _windows(cell: Cell) -> list[mounts.BoundPath]:
-    """What this instance sees beside what all see: where its sockets are, and the function's folder."""
+    """The paths that this instance alone sees: the directory of its sockets, and the function's folder."""
     windows = [
         mounts.BoundPath(path=os.path.realpath(cell.directory)),
         mounts.BoundPath(path=view.FUNCTION, source=os.path.realpath(cell.folder)),
@@ -284,7 +284,7 @@ def _named(level: Level, uid: int, folder: str, inside: str) -> str:
 
 
 def _private(level: Level, cell: Cell) -> dict[str, str]:
-    """Where the instance may write: in its own root, or where it has none, in its directory."""
+    """Variables with the places where the instance may write: in its own root, or without one, in its directory."""
     if level.mount:
         return {"HOME": view.HOME, "TMPDIR": "/tmp"}
     private = {"HOME": os.path.join(cell.directory, "home"), "TMPDIR": os.path.join(cell.directory, "tmp")}

@@ -27,13 +27,13 @@ _OWN: Final = (
     "DORMOUSE_PARENT",
     "DORMOUSE_NEXT",
 )
-"""What the zygote itself needs besides."""
+"""Further variables that the zygote itself needs."""
 
 _CLEAN: Final = "DORMOUSE_CLEAN"
 
 _MALLOC: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""What ``malloc`` maps asks for huge pages: the value of a JSON body of 64 MiB is made in 16 ms, not in 38, most of
-which were page faults. glibc reads it when a program starts, so instances get it from the zygote.
+"""Memory that ``malloc`` maps asks for huge pages: the value of a JSON body of 64 MiB is made in 16 ms, not in 38, most
+of which were page faults. glibc reads it when a program starts, so instances get it from the zygote.
 """
 
 

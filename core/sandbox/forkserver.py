@@ -1,7 +1,7 @@
 """Forking instances and reaping them with all that they started: pid namespaces, their inits, reports of failures.
 
-Used by the zygote's loop, which owns the sockets; here are only processes. A child that cannot be confined says why in
-a pipe, so that nothing unconfined ever runs user code.
+Used by the zygote's loop, which owns the sockets; here are only processes. A child that cannot be confined reports why
+in a pipe, so that nothing unconfined ever runs user code.
 """
 
 import json
@@ -25,7 +25,9 @@ CONFINEMENT_FAILED: Final = 70  # EX_SOFTWARE
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSetting:
-    """What a zygote tells all its children. ``limits`` are those that hold here, worded for people, by name."""
+    """Settings that a zygote gives to all its children. ``limits`` are those that hold here, worded for people, by
+    name.
+    """
 
     confinement: str
     threads: int
@@ -33,8 +35,9 @@ class ChildSetting:
 
 
 Entry = Callable[[m.Fork, bytes, str, int, ChildSetting], object]
-"""What a confined child runs: what it was forked for, the text of its entry file, what it calls the function's folder,
-its arena's descriptor. It does not return."""
+"""The code that a confined child runs. Arguments: its Fork, the text of its entry file, its path of the function's
+folder, its arena's descriptor, its setting. It does not return.
+"""
 
 
 class ForkRefused(Exception):
@@ -168,9 +171,9 @@ class ForkServer:
     def _start_init(self) -> tuple[int, int]:
         """A pid namespace needs an init; if it were the instance, signals would not have their usual effect on it.
 
-        ``cat`` waits for the end of a pipe of which we hold the other side, so it also ends when we are killed. Where
-        the instance has our uid, and an executed program no right that it lacks, it could look through /proc/1/root at
-        what we see: there the init is a fork of ours, which is not dumpable.
+        ``cat`` waits for the end of a pipe of which we hold the other side, so it also ends when we are killed. An
+        instance with our uid, beside an executed program with no right that it lacks, could look through /proc/1/root
+        at our files: there the init is a fork of ours, which is not dumpable.
         """
         if self._init_program is None and not self.level.user:
             return 0, -1

@@ -1,6 +1,6 @@
 """The Linux calls that confinement needs and Python 3.11 lacks: namespaces, mounts, capabilities, prctl.
 
-Thin names over libc; every failure is an OSError. What to call in which order is decided in confinement.py.
+Thin names over libc; every failure is an OSError. The order of calls is decided in confinement.py.
 """
 
 import ctypes
@@ -151,13 +151,13 @@ def raise_loopback() -> None:
 
 
 def set_name(name: str) -> None:
-    """What ``ps`` and ``top`` show; the kernel keeps 15 bytes."""
+    """Set the name that ``ps`` and ``top`` show; the kernel keeps 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer), "PR_SET_NAME")
 
 
 def title_place() -> tuple[int, int]:
-    """Where the command line of this process lies, and how long it is: in a fork it is at the same place."""
+    """The address and length of this process's command line: in a fork it is at the same place."""
     with open("/proc/self/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, the fields 48 and 49
@@ -165,7 +165,7 @@ def title_place() -> tuple[int, int]:
 
 
 def set_title(place: tuple[int, int], title: str) -> None:
-    """What ``ps`` shows instead of the command line; what does not fit into its place is left out."""
+    """Set the text that ``ps`` shows instead of the command line; it is cut to the size of that."""
     address, nbytes = place
     ctypes.memmove(address, title.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
 

@@ -1,8 +1,9 @@
-"""What an instance sees of the file system: an empty root, and what is put into it. A pure plan, and the calls that
-carry it out.
+"""The file system that an instance sees: an empty root, and the mounts in it. A pure plan, and the calls that carry it
+out.
 
-A *cover* is an empty directory; a *window* shows a file or directory of the node's there. The root is a cover, so what
-no window shows is not there. The plan is made from paths alone; carrying it out needs a mount namespace of our own.
+A *cover* is an empty directory; a *window* shows a file or directory of the node's there. The root is a cover, so a
+path that no window shows is not there. The plan is made from paths alone; carrying it out needs a mount namespace of
+our own.
 """
 
 import os
@@ -55,8 +56,8 @@ class Root:
 def plan(covers: Iterable[Cover], windows: Iterable[BoundPath]) -> list[Cover | BoundPath]:
     """The mounts to make, in order. Paths must be absolute and free of symbolic links.
 
-    Deeper paths win over shallower ones, and a cover wins over a window of the same path. What is hidden or visible
-    anyway is left out.
+    Deeper paths win over shallower ones, and a cover wins over a window of the same path. Paths that are hidden or
+    visible anyway are omitted.
     """
     by_path: dict[str, Cover | BoundPath] = {window.path: window for window in windows}
     by_path |= {cover.path: cover for cover in covers}

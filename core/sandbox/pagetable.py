@@ -1,6 +1,6 @@
 """A confined process's own page table: opened once, while it may be, for client_shim/node/mappings.py.
 
-Owns the descriptor. What the entries mean is not known here.
+Owns the descriptor. The meaning of the entries is not known here.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """Importing a world, once, in its zygote, so that its children find it done. Runs no operation.
 
-What the world needs must be there. Whatever else one of its libraries does at its import, the zygote starts: without
-it. As a program, ``CONFIG FILE``: import the functions' world as their zygote would, for `dormouse doctor`.
+The modules that the world needs must be there. Whatever one of its libraries does at its import, the zygote starts:
+without it. As a program, ``CONFIG FILE``: import the functions' world as their zygote would, for `dormouse doctor`.
 """
 
 import faulthandler
@@ -125,7 +125,7 @@ def _watch(done: threading.Event) -> None:
 
 
 def _queued_s() -> float:
-    """How long the main thread has waited for a processor: an import on a machine that is busy does not hang."""
+    """The time that the main thread has waited for a processor: an import on a machine that is busy does not hang."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -7,7 +7,7 @@ from urllib.parse import SplitResult, urlsplit
 PORTS: Final = {"http": 80, "https": 443}
 
 FILES_OF_INDEX: Final = {"pypi.org:443": "files.pythonhosted.org:443"}
-"""Where the files of a well-known index are, if that is elsewhere."""
+"""The host of a well-known index's files, if that is another one."""
 
 
 def place_of(url: SplitResult) -> str:

@@ -1,7 +1,7 @@
-"""The system calls that an instance may not make: a BPF program, built here from tables, and its installation.
+"""System calls that an instance may not make: a BPF program, built here from tables, and its installation.
 
-A deny-list, because libraries that people bring use most of Linux; what is on it serves no function, and is where
-kernels have had their holes. What a program may do to the files that it sees is decided by mounts.py, not here.
+A deny-list, because libraries that people bring use most of Linux. The calls on it serve no function, and are where
+kernels have had their holes. Access to the files that a program sees is decided by mounts.py, not here.
 """
 
 import ctypes

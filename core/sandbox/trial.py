@@ -1,7 +1,7 @@
-"""What confinement gives on this machine, tried: `dormouse doctor` runs this as a program, and prints what it says.
+"""A trial of confinement on this machine: `dormouse doctor` runs this as a program, and prints its findings.
 
-A child is forked and confined as an instance is, with small limits, and attempts what an instance must not do. Each
-line says what it met, none is concluded from what was set up. ``CONFIG``: a node's configuration as JSON.
+A child is forked and confined as an instance is, with small limits, and attempts acts that are forbidden to an
+instance. Each line reports an attempt; none is inferred from the setup. ``CONFIG``: a node's configuration as JSON.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Which files instances see: an allow-list of paths of this machine, gathered once, in the zygote.
+"""Files that instances see: an allow-list of paths of this machine, gathered once, in the zygote.
 
 Owns the list; mounts.py makes a root of it. A function's own folder is added for each fork.
 """
@@ -16,10 +16,10 @@ from dormouse.core.sandbox import mounts
 
 HOME: Final = "/home/dormouse"
 FUNCTION: Final = "/function"
-"""Where an instance sees its snapshot."""
+"""The path at which an instance sees its snapshot."""
 
 ENVIRONMENT: Final = "/environment"
-"""Where it sees the libraries that are its function's own."""
+"""The path at which it sees the libraries that are its function's own."""
 
 USER: Final = "dormouse"
 SCRATCH: Final = ("/tmp", "/var/tmp", "/dev/shm", HOME)
@@ -54,7 +54,7 @@ _FILES: Final = {
     "/etc/passwd": "root:x:0:0::/:/bin/sh\n{user}:x:{uid}:{uid}::{home}:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n",
 }
 _NETWORK_FILES: Final = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf")
-"""What names are looked up by; as the machine has them where there is a network."""
+"""Files by which names are looked up; as the machine has them where there is a network."""
 
 _LINKS: Final = {
     "/dev/fd": "/proc/self/fd",

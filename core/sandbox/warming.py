@@ -1,7 +1,7 @@
-"""What a zygote's imports have come to, in a file of the run directory: the one in progress, and what is left out.
+"""Progress of a zygote's imports, in a file of the run directory: the one in progress, and those that are left out.
 
 The file outlives a zygote that an import ends, so that the next one knows which to leave out; the supervisor reads it
-to see whether a new start can be better, and for `dormouse up`. Which libraries are imported is not decided here.
+to see whether a new start can be better, and for `dormouse up`. The choice of libraries is not made here.
 """
 
 import time
@@ -21,7 +21,8 @@ STUCK_S: Final = 40.0
 """The same for one that keeps the interpreter's lock: nobody can look then, so whatever the time went to."""
 
 START_ANEW: Final = 75
-"""Exit status of a zygote in which an import has failed: what it left half made would show in every function."""
+"""Exit status of a zygote in which an import has failed: modules that it left half made would show in every function.
+"""
 
 
 @dataclass

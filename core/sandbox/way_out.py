@@ -1,13 +1,14 @@
-"""The only way out of a build: a proxy that reaches the package index, and what the node file names beside it.
+"""The only way out of a build: a proxy that reaches the package index, and the places that the node file names beside
+it.
 
 A build has a network of its own, with nothing in it. It listens there and sends the descriptor of that socket, on which
-this process, which has the machine's network, answers as a proxy of HTTP: CONNECT, for https, and plain requests. Who
-asks is not trusted. Certificates are checked by pip, which speaks with the index through a tunnel.
+this process, which has the machine's network, answers as a proxy of HTTP: CONNECT, for https, and plain requests. The
+client is not trusted. Certificates are checked by pip, which speaks with the index through a tunnel.
 
     python -m dormouse.core.sandbox.way_out FD HOST:PORT ...
 
 ``FD``: a Unix socket by which the descriptor comes. HTTP_PROXY and the like count, as for any other program: the build
-need not know them. What is refused is printed, once for each host. Ends with whoever has started it.
+need not know them. Refusals are printed, once for each host. Ends with the process that has started it.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ REFUSED: Final = 100
 """Hosts that are printed, at most."""
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""What could end a line for somebody else; a tab does not."""
+"""Characters that could end a line for somebody else; a tab does not."""
 
 
 class Refused(Exception):

@@ -1,4 +1,5 @@
-"""Worlds: what a zygote is warm with, and what runs in its children. Values only; nothing is started or imported here.
+"""Worlds: the imports that a zygote is warm with, and the code that runs in its children. Values only; nothing is
+started or imported here.
 
 A node has one zygote for each world. The router asks the zygote of the world of functions for instances.
 """

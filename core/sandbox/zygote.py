@@ -180,7 +180,7 @@ def _imported() -> set[str]:
 
 
 def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
-    """What the supervisor sees is the parent of the zygote, which is the init of a pid namespace: mirror its life."""
+    """The supervisor sees the parent of the zygote, and the zygote is the init of a pid namespace: mirror its life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, END_INSTANCES):
         signal.signal(number, lambda number, _: os.kill(child, number))

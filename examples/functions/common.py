@@ -1,11 +1,10 @@
-"""What the example functions share: seeded weights, texts as tokens, pictures and sounds from JSON.
+"""Helpers of the example functions: seeded weights, texts as tokens, pictures and sounds from JSON.
 
 It imports nothing of Dormouse, as the functions beside it: they run as they are on any machine with a GPU.
 
-The weights are random. A trained model of the published size would be a download of hundreds of megabytes each; what
-these examples show, moving models in and out of GPUs without changing an answer, does not depend on what the weights
-have learnt. Every tensor has a generator of its own, seeded by (seed, parameter name): any process builds the same
-model.
+The weights are random. A trained model of the published size would be a download of hundreds of megabytes each; the
+point of these examples, moving models in and out of GPUs without changing an answer, does not depend on trained
+weights. Every tensor has a generator of its own, seeded by (seed, parameter name): any process builds the same model.
 """
 
 import base64

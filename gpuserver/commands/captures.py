@@ -1,10 +1,9 @@
 """Sections of templates that are computed as a whole, ahead of the program.
 
-What comes again is made ready once, between an instance's frames or after its lease: a program of the library
-(program.h), which is computed in slices, without Python. A GPU captures that as a CUDA graph. A graph computes at
-places of its own: inputs are copied there, and what is left of its results is copied away, so nobody else ever holds
-its memory. Weights are read where they are, and a section is captured anew if they are elsewhere. Its memory is given
-back when any is short.
+A section that recurs is prepared once, between an instance's frames or after its lease: as a program of the library
+(program.h), which is computed in slices, without Python. On a GPU that is captured as a CUDA graph. A graph computes at
+addresses of its own: inputs are copied in and remaining results are copied out, so nobody else ever holds its memory.
+Weights are read in place; a section is captured anew if they have moved. Its memory is released when memory is short.
 """
 
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from dormouse.gpuserver.commands.template import Template
 from dormouse.gpuserver.device.protocol import Capture, Storages
 
 MAX_TEMPLATES: Final = 16
-"""Of one instance with captured sections: beyond that, those go that were not used for longest."""
+"""Of one instance with captured sections: beyond that, the least recently used are dropped."""
 
 MAX_BREAKS: Final = 64
 """Places where a program has looked within a section: one that looks at more of them is not captured any more."""
@@ -35,10 +34,10 @@ INPUT_NBYTES: Final = 64 << 20
 """Inputs of one section, which are copied at each replay. Results are computed ahead: AHEAD_NBYTES."""
 
 HELD_NBYTES: Final = 256 << 20
-"""Inputs and results of one instance's sections: beyond that, again those go that were not used for longest."""
+"""Inputs and results of one instance's sections: beyond that, again the least recently used are dropped."""
 
 FAILURES: Final = (RuntimeError, LookupError, TypeError, ValueError, ArithmeticError, CommandFailed)
-"""What operations raise."""
+"""Exceptions that operations raise."""
 
 FEWEST_CAPTURED: Final = 8
 """Fewer operations are given to a GPU one by one as fast: a replay takes about six calls beside its copies."""
@@ -56,7 +55,7 @@ class Computing(Protocol):
     """A section that is being computed."""
 
     def go(self, nanoseconds: int) -> bool:
-        """Compute for about so long, below 0: to the end; whether that has come. Raises what an operation raises."""
+        """Compute for about so long, below 0: to the end; whether that is reached. Raises exceptions of operations."""
 
     def results(self) -> list[HeldStorage]:
         """In the section's order, at the end."""
@@ -183,7 +182,7 @@ class Captures:
         self._give_up(template.number)
 
     def failed(self, template: Template) -> None:
-        """A section of it could not be computed. What its operations raise is met again, if it is the instance's."""
+        """A section of it could not be computed. If the error is the instance's, its operations raise it again."""
         self._failures[template.number] = self._failures.get(template.number, 0) + 1
         self._give_up(template.number)
 
@@ -199,7 +198,7 @@ class Captures:
         return bool(self._wanted)
 
     def capture(self) -> None:
-        """Make one section ready, of what has come last. Under inference mode, in the instance's settings."""
+        """Prepare one section of the newest templates. Under inference mode, in the instance's settings."""
         number, wanted = self._wanted.popitem()
         if self._capture is not None and (wanted.settings != self._settings or not self._all_there(wanted)):
             self._give_up(number)  # until it comes again
@@ -313,7 +312,7 @@ class Captures:
             needed = max(start for start in template.starts if start <= begun)
             if needed == section.start:
                 return Waits.NOT_YET
-            self.looked(template, needed)  # what needs it is for another section
+            self.looked(template, needed)  # the command that needs it is for another section
             return Waits.NO
         return Waits.NO if begun is None else begun
 
@@ -326,7 +325,7 @@ class Captures:
         for place, (address, extent) in graph.weights.items():
             stored = table.by_id.get(commands[place])
             if stored is None or stored.error is not None or stored.storage is None:
-                return None  # it may be on its way: what needs it last need not wait
+                return None  # it may be on its way: commands that need it last need not wait
             if not stored.persistent or stored.address != address or stored.nbytes < extent:
                 self._give_up(template.number)
                 return None

@@ -1,4 +1,4 @@
-"""The control commands of an instance's stream: what is neither an operation nor about frames, keys and the lease.
+"""The control commands of an instance's stream: all but operations and those about frames, keys and the lease.
 
 Uploads and downloads through the arena, storages, random state, settings of numerics. Each command reads its operands
 at ``position`` and returns the position after them.
@@ -159,7 +159,7 @@ class Control:
                 if content is not None:
                     self._replies.give(wire.VALUE, token, content)
                     return position + 4
-            # Memory of the host: a GPU that has none left still says so.
+            # Memory of the host: a GPU without free memory can still report that.
             destination = torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0)
         try:
             view = self._table.view(self._table.get(number), meta)
@@ -208,7 +208,7 @@ class Control:
     def _set(self, commands: list[Any], position: int) -> int:
         name, values = commands[position : position + 2]
         NUMERICS.check(name, values)
-        self._table.written()  # what was computed ahead was in others
+        self._table.written()  # commands ahead were computed with other settings
         self.settings.pop(name, None)
         self.settings[name] = values
         self._apply({name: values})

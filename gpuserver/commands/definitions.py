@@ -1,5 +1,4 @@
-"""Decoding of definitions: geometries and keys from the wire, turned into what runs fast, checked once when they are
-defined.
+"""Decoding of definitions: geometries and keys from the wire, checked once and turned into objects that run fast.
 
 A `Kernel` holds an allowed operation, its arguments with holes for the operands, and the promised results. Nothing
 here touches a storage.
@@ -41,7 +40,7 @@ _FORMATS: Final = {
 
 
 class ProtocolViolation(Exception):
-    """The instance sent what no client of ours would send. It is ended; nothing else is affected."""
+    """The instance sent something that no client of ours would send. It is ended; nothing else is affected."""
 
 
 class CheckedMeta:
@@ -79,7 +78,7 @@ class CheckedMeta:
 
 
 class Kernel:
-    """A key: what to call, where the operands go, what was promised."""
+    """A key: the operation to call, the places of its operands, the promised results."""
 
     def __init__(self, definition: Any, metas: dict[int, CheckedMeta]) -> None:
         name, args, kwargs, outputs, default_dtype = expect(definition, list, 5)
@@ -197,7 +196,7 @@ _ENUMERATED: Final[dict[str, type]] = {
     "Device": _Device,
     "Generator": GeneratorHole,
 }
-"""What may stand for an argument of such a type: PyTorch takes any number for most of them, and follows it."""
+"""Values allowed for an argument of such a type: PyTorch takes any number for most of them, and follows it."""
 
 
 class Prediction:
@@ -322,5 +321,5 @@ def expect(value: Any, kind: type, length: int) -> Any:
 
 
 def brief(value: Any) -> str:
-    """What the instance sent, for a message: short, whatever it is."""
+    """A value that the instance sent, abbreviated for a message."""
     return reprlib.repr(value)

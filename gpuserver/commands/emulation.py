@@ -1,5 +1,5 @@
-"""What CUDA kernels accept and CPU kernels do not, for executors that compute on the CPU: a program written for
-`cuda` meets these."""
+"""Calls that CUDA kernels accept and CPU kernels do not, for executors that compute on the CPU: programs written for
+`cuda` make them."""
 
 from collections.abc import Callable
 from typing import Any, Final

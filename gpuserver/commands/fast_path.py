@@ -1,8 +1,8 @@
 """Plain operations of a frame, run by C++ (fast_path.cpp): read, called, compared and entered in a microsecond.
 
 A key has a plan if its call is the same each time but for its tensors and numbers, if its results are fresh tensors or
-operands that it writes, and if no check looks at values. All else, and all that is not as it should be, running.py
-does. Without a compiler, or until the library is built, it does everything.
+operands that it writes, and if no check looks at values. running.py runs everything else, malformed commands included.
+Without a compiler, or until the library is built, it runs everything.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ from dormouse.gpuserver.commands.storages import EMBEDDING, MAX_STORAGES, HeldSt
 from dormouse.schemas import stream as wire
 
 AHEAD_NBYTES: Final = 32 << 20
-"""Results that nobody has asked for yet take no more than so much. Meanwhile nothing is freed."""
+"""Most bytes of results that nobody has asked for yet. Meanwhile nothing is freed."""
 
 _ATTENTION: Final = "aten::scaled_dot_product_attention"
 _ENUMERATED: Final = (torch.dtype, torch.layout, torch.memory_format)
@@ -67,7 +67,7 @@ def load() -> FastPath | None:
 
 
 def _planned(kernel: Kernel, device: torch.device) -> tuple[Any, ...]:
-    """What a Plan is made of. Raises NotPlain."""
+    """The arguments of a Plan. Raises NotPlain."""
     op, prediction = kernel.op, kernel.predicted
     if op is None or prediction is None or prediction.listed or prediction.changes or op.custom or op.resizes:
         raise NotPlain
@@ -115,7 +115,7 @@ def _results(kernel: Kernel) -> list[tuple[int, int, CheckedMeta | None]]:
 
 
 def _arguments(kernel: Kernel, op: Allowed, device: torch.device) -> tuple[list[Any], dict[int, tuple[int, int]]]:
-    """In the schema's order, with an ellipsis for what is filled in; and of each operand argument and item."""
+    """In the schema's order, with an ellipsis for values filled in later; and of each operand argument and item."""
     named = [argument.name for argument in op.schema.arguments if not argument.kwarg_only]
     if len(kernel.args) > len(named) or not kernel.kwargs.keys().isdisjoint(named[: len(kernel.args)]):
         raise NotPlain

@@ -37,7 +37,7 @@ class Generators:
         generator = self.get(number)
         if not isinstance(state, bytes):
             raise ProtocolViolation("a generator's state that is not bytes")
-        # Which states there are depends on the device: a program may well have one of another.
+        # The size of a state depends on the device: a program may well have one of another.
         if len(state) != generator.get_state().numel():
             raise CommandFailed(StorageFailure("RuntimeError", "RNG state is wrong size"))
         try:

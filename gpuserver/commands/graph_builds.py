@@ -35,14 +35,14 @@ from dormouse.schemas.errors import ConfigError
 
 BUILD_S: Final = 600
 BUILD_NBYTES: Final = 8 << 30
-"""What the process that builds may take, the compilers that it starts each as much."""
+"""Memory limit of the process that builds, and of each compiler that it starts."""
 
 WAITING: Final = 32
 KNOWN: Final = 256
-"""Graphs that an executor knows; those that were asked for longest ago go first."""
+"""Graphs that an executor knows; those requested longest ago are dropped first."""
 
 KEPT: Final = 256
-"""Built graphs in the cache directory; a few megabytes each. Those go first that were loaded longest ago."""
+"""Built graphs in the cache directory; a few megabytes each. Those loaded longest ago are dropped first."""
 
 OFF: Final = "this node compiles no graphs: [gpu] compile is off"
 _BUSY: Final = "too many graphs are waiting to be built"
@@ -83,7 +83,7 @@ class GraphBuilds:
                 self._known.popitem(last=False)
         self._known.move_to_end(digest)
         if self._worker is None:
-            self._threads = torch.get_num_threads()  # of who computes, which is a thread's own
+            self._threads = torch.get_num_threads()  # of the computing thread: each thread has its own
             self._worker = threading.Thread(target=self._work, name="graphs", daemon=True)
             self._worker.start()
 
@@ -97,7 +97,7 @@ class GraphBuilds:
         return None if build is None else build.operator
 
     def close(self) -> None:
-        """Nothing more is built, and what is being built ends."""
+        """Nothing more is built, and builds under way end."""
         if self._worker is not None:
             with suppress(queue.Empty):
                 while True:
@@ -135,7 +135,7 @@ def enable(builds: GraphBuilds | None) -> None:
 
 
 class InstanceGraphs:
-    """What one instance has asked for."""
+    """The graphs that one instance has asked for."""
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # digests, ever
@@ -172,7 +172,7 @@ def _find(name: str) -> Allowed | None:
 
 
 def of_config(config: NodeConfig, device: torch.device) -> GraphBuilds | None:
-    """None if the node wants none, or lacks what it takes."""
+    """None if the node wants none, or lacks the requirements."""
     tools = native.find_compiler() is not None and (device.type == "cpu" or find_spec("triton") is not None)
     return GraphBuilds(device) if config.gpu.compile and tools else None
 

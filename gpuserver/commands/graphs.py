@@ -1,8 +1,8 @@
 """A graph: operations that an instance has captured with `torch.compile`, to be called as one operator.
 
 It is data, and is checked as keys are: only allowed operations, and none that writes, draws random numbers, or has
-operands of which somebody must look at the values. What is left may be compiled as a whole (graph_builds.py), which
-checks nothing but indices; and it can be called as it is, operation by operation.
+operands whose values must be inspected. A graph that passes may be compiled as a whole (graph_builds.py), which checks
+nothing but indices; it can also be called as it is, operation by operation.
 """
 
 import copy
@@ -113,7 +113,7 @@ class _Node:
         metas.update((meta.number, meta) for meta in self._results)
 
     def expect(self, used: set[int]) -> None:
-        """Those of its results are looked at: what kernels of two kinds of GPU return else may differ."""
+        """Those of its results are compared with the promise: kernels of two kinds of GPU may differ in others."""
         places = (n for n, meta in enumerate(self._results) if meta.number in used)
         self._promised = {n: (self._results[n].dtype, self._results[n].size) for n in places}
 
@@ -176,7 +176,7 @@ class GraphOperator(Allowed):
             inputs[place] = _aligned(inputs[place])
         try:
             found = self._compiled(inputs)
-        except RuntimeError as error:  # which may say too little: operation by operation it is raised again, or gone
+        except RuntimeError as error:  # its text may be too short: operation by operation it is raised again, or gone
             self.failed = str(error)
             found, bad = self.graph.call(inputs)
             shared = _shared(inputs, found)

@@ -1,8 +1,8 @@
-"""Indices that lead out of their tensors, on a GPU, where a kernel's assertion ends the context with all its models.
+"""Checks of indices on a GPU, where a kernel's assertion on one out of range ends the context with all its models.
 
-An operation that only reads gets 0 in their place, and the fact stays on the GPU until the next command that waits, so
-that nobody waits for it alone. One that writes is looked at first: what it would spoil may be the model. On the CPU the
-kernels look themselves, and raise.
+An operation that only reads gets 0 in place of such an index, and the fault stays recorded on the GPU until the next
+command that waits, so that nobody waits for it alone. An operation that writes is checked first: it could spoil the
+model. On the CPU the kernels check themselves, and raise.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,8 +2,8 @@
 
 Owns the instance's definitions, its storages on this GPU (`storages.py`) and the life of its lease; operations are run
 by `running.py`, other commands by `control.py`. It has no sockets, threads or streams: the executor's device thread
-calls it, one frame at a time, and what it returns are the replies to send. What fails poisons what it would have
-written, and the first error is told at the next command that waits.
+calls it, one frame at a time, and it returns the replies to send. A command that fails poisons the storages that it
+would have written; the first error is reported at the next command that waits.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Proto
 
 
 class InterpreterDevice(Protocol):
-    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the pool."""
+    """The interpreter's interface to a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the pool."""
 
     @property
     def capture(self) -> Capture | None:
@@ -103,7 +103,7 @@ class Interpreter:
             wire.FORGET_DEFS: self._forget_definitions,
         }
 
-    # --- what the executor calls
+    # --- calls of the executor
 
     @property
     def repaired_strides(self) -> int:
@@ -167,7 +167,7 @@ class Interpreter:
         return self._templates.expecting
 
     def ahead(self) -> bool:
-        """Between frames: compute a little of what the instance will probably ask for; whether there may be more."""
+        """Between frames: compute a few commands that the instance will probably ask for; whether there may be more."""
         with torch.inference_mode(), self._following():
             return self._templates.ahead()
 
@@ -180,12 +180,12 @@ class Interpreter:
         return self._captures.wanted
 
     def settle(self) -> None:
-        """Before another's turn: no command is left that would run within it."""
+        """Before another's turn: no command remains that would run within it."""
         with torch.inference_mode(), self._following():
             self._templates.settle()
 
     def capture(self) -> None:
-        """While it is this instance's turn and nothing waits: capture what came again, one section of it."""
+        """While it is this instance's turn and nothing waits: capture one section that has recurred."""
         with torch.inference_mode():
             self._captures.capture()
 
@@ -209,7 +209,7 @@ class Interpreter:
         assert self.ending is not None, "report() follows an END"
         report = self.table.end(keep=self.ending.wait)
         self._poisoned = report.poisoned
-        if self.ending.wait:  # what the host has of the spoiled is not what they should be: who names them hears why
+        if self.ending.wait:  # the host's bytes of the spoiled ones are wrong: their users get the reason
             report.freed += report.spoiled
         else:
             self.table.unbind(report.dirty)
@@ -246,7 +246,9 @@ class Interpreter:
         return report
 
     def close(self) -> None:
-        """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
+        """The instance is gone: nothing of its arena and of its storages is held any more, even if references to this
+        object remain.
+        """
         self.table.by_id.clear()
         self._templates.abandon()
         self._captures.forget()
@@ -324,7 +326,7 @@ class Interpreter:
 
     def _unsettled(self, commands: list[Any], position: int) -> int:
         """Commands that can be answered while results that were asked for are not confirmed yet, or while something was
-        written ahead: an answer comes first, and the books after it. Returns where others begin.
+        written ahead: the answer comes first, the state is settled after it. Returns the position where others begin.
         """
         templates, handlers, end = self._templates, self._handlers, len(commands)
         while position < end and templates.unsettled:
@@ -338,7 +340,7 @@ class Interpreter:
         return position
 
     def _plain(self, commands: list[Any], position: int) -> int:
-        """Run what is plain from here on; returns where it ends."""
+        """Run the plain commands from here on; returns the position where they end."""
         steps = self._steps
         try:
             end: int = steps.run(commands, position)
@@ -359,7 +361,7 @@ class Interpreter:
             return middle + kernel.n_fresh
 
     def _relieve(self) -> str | None:
-        """See `InterpreterDevice`. What was computed ahead goes first."""
+        """See `InterpreterDevice`. Results computed ahead are dropped first."""
         if self._templates.guessing:
             return "(what nobody has asked for makes no room)"
         return None if self._templates.drop() else self._device.relieve()
@@ -431,7 +433,7 @@ class Interpreter:
         self.ending = EndRequest(token=count(token), wait=wait == wire.END_WAIT, acknowledge=wait != wire.END_QUIET)
         if (failure := self._replies.late_fault()) is not None:
             for stored in self.table.by_id.values():
-                if not stored.persistent and stored.error is None:  # which of them it reached, nobody knows
+                if not stored.persistent and stored.error is None:  # it is unknown which of them it reached
                     stored.error = failure
         return position + 2
 

@@ -1,4 +1,4 @@
-"""torch's global settings of numerics in an executor: those of whoever computes, and else the defaults."""
+"""torch's global settings of numerics in an executor: those of the instance that computes, otherwise the defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ class ExecutorNumerics:
         self._changed = False
 
     def check(self, name: Any, values: Any) -> None:
-        """Raises ProtocolViolation for what is no setting, or takes no such values."""
+        """Raises ProtocolViolation for an unknown setting, or for values that it does not take."""
         known = self._known.get(name) if isinstance(name, str) else None
         if known is None or not known.setting.takes(values):
             raise ProtocolViolation(f"{brief(name)} is no setting of numerics that takes {brief(values)}")
 
     def apply(self, settings: Mapping[str, list[Any]]) -> None:
-        """In their order, after :meth:`check`. Raises CommandFailed for what torch refuses nevertheless."""
+        """In their order, after :meth:`check`. Raises CommandFailed for a value that torch refuses nevertheless."""
         self._changed = self._changed or bool(settings)
         for name, values in settings.items():
             try:

@@ -1,7 +1,7 @@
 """Checks for operations that are allowed but whose kernels read operands without looking at their sizes.
 
 Each was found by calling it with operands that its schema accepts and that lie beside other memory; each check names
-what it refuses.
+the operands that it refuses.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 Check = Callable[[dict[str, Any]], str | None]
-"""Of the arguments by name, however they came; what is wrong with them."""
+"""From the arguments by name, however they were passed, to the reason for a refusal."""
 
 
 def _per_channel(*names: str, data: str = "input") -> Check:
@@ -170,7 +170,7 @@ def _heads(values: dict[str, Any]) -> str | None:
 
 
 def _own_places(*names: str) -> Check:
-    """The kernel takes what has been expanded for contiguous, and reads behind it."""
+    """The kernel takes an expanded tensor for contiguous, and reads past its end."""
 
     def check(values: dict[str, Any]) -> str | None:
         for data in map(values.get, names):
@@ -188,7 +188,7 @@ BAG_WEIGHTS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def _bags(values: dict[str, Any]) -> str | None:
-    """The kernel finds a bag's rows by what it takes for a list of offsets, and its weights beside the indices."""
+    """The kernel finds a bag's rows by an assumed list of offsets, and its weights beside the indices."""
     operands: list[Any] = [values.get(name) for name in ("weight", "indices", "offsets")]
     weights, mode = values.get("per_sample_weights"), values.get("mode", 0)
     weight, indices, offsets = operands
@@ -223,7 +223,7 @@ def _recurrent(values: dict[str, Any]) -> str | None:
 
 
 def _packed(values: dict[str, Any]) -> str | None:
-    """A packed sequence's batch sizes say how many rows each step reads; the kernel believes them."""
+    """A packed sequence's batch sizes are the number of rows that each step reads; the kernel trusts them."""
     if "batch_sizes" not in values:
         return None
     data, sizes, states = values["data"], values["batch_sizes"], values["hx"]
@@ -265,7 +265,7 @@ def _pivots(values: dict[str, Any]) -> str | None:
 
 
 def _whole_result(values: dict[str, Any]) -> str | None:
-    """The kernel takes the matrices of a batch to follow one another in what it writes."""
+    """The kernel assumes that the matrices of a batch follow one another in its output."""
     out = values.get("out")
     if isinstance(out, torch.Tensor) and out.dim() > 2 and not out.is_contiguous():
         return "the result's memory is not in order: give a contiguous one"

@@ -1,11 +1,11 @@
-"""Custom operators: those that libraries add to PyTorch's own (`torchvision::nms`). Which of them an executor runs, and
-what is said of the others.
+"""Decides which custom operators, those that libraries add to PyTorch's own (`torchvision::nms`), an executor runs, and
+how it refuses the others.
 
 An instance names an operator by its full name and a digest of its schema's text; both are only ever a key into a table
 made here. A library is imported when the first of its operators is asked for, and only if it is built in below or the
-node file has it under `[gpu] operators`: a library's code is trusted by who writes it there. That an operator writes
-only what its schema says is the library's promise. Writes through PyTorch's own operations are noticed, and poison the
-operands; those of a kernel through a pointer are not. A result that lies in an operand's memory is refused.
+node file has it under `[gpu] operators`: whoever lists a library there trusts its code. The library promises that an
+operator writes only the operands that its schema declares. Writes through PyTorch's own operations are noticed, and
+poison the operands; those of a kernel through a pointer are not. A result that lies in an operand's memory is refused.
 """
 
 import importlib
@@ -26,14 +26,14 @@ _BUILT_IN_MODULES: Final = {"torchvision": "torchvision"}  # by namespace
 
 
 GRAPHS: Final = "dormouse::graph_"
-"""How operators begin that are graphs of an instance."""
+"""Prefix of the operators that are graphs of an instance."""
 
 _find_graph: list[Callable[[str], Allowed | None]] = []
-"""Who has those that are built: `graph_builds.py`, once it is enabled."""
+"""Lookup of those that are built: in `graph_builds.py`, once it is enabled."""
 
 
 class _Library:
-    """What a namespace came to: its operators, or why there are none."""
+    """The outcome for a namespace: its operators, or why there are none."""
 
     def __init__(self, namespace: str, module: str, whole: bool) -> None:
         self.module = module

@@ -1,8 +1,8 @@
-"""Which operations an instance may ask for, decided by schema: an allow-list computed once from what this torch
-declares.
+"""The allow-list of operations that an instance may ask for: decided by schema, computed once from the declarations of
+this torch.
 
-A name from the wire is only ever a key into the table made here; it never reaches `getattr`. What is left out, and
-why, stands in the rules below. `operand_checks.py` guards operations that are allowed and whose kernels do not check
+A name from the wire is only ever a key into the table made here; it never reaches `getattr`. The rules below state the
+exclusions and their reasons. `operand_checks.py` guards operations that are allowed and whose kernels do not check
 everything they read.
 """
 
@@ -95,11 +95,11 @@ _ENUMERATIONS: Final = ("ScalarType", "Layout", "MemoryFormat", "Device", "Gener
 
 
 class Misfit(Exception):
-    """What a key gives an operator cannot be given to it: the text says why."""
+    """An operator cannot take the arguments of a key: the text says why."""
 
 
 class Allowed:
-    """An operation with what executing it needs to know of its schema."""
+    """An operation, with the facts of its schema that execution needs."""
 
     def __init__(self, op: Any) -> None:
         self.schema = schema = op._schema
@@ -123,7 +123,7 @@ class Allowed:
             self._chance = "p"
         written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
         self.writes = self._keys(written)
-        # What is written without the schema saying so, and the argument on which that depends.
+        # Arguments written although the schema does not say so, and the argument on which that depends.
         hidden = wire.UPDATES_STATISTICS.get(schema.name)
         self.statistics = self._keys(hidden is not None and name in wire.RUNNING_STATISTICS for name in self._names)
         self.flag = next((place for place in enumerate(self._names) if place[1] == hidden), None)
@@ -137,7 +137,7 @@ class Allowed:
         self.resizes = any(each.is_out for each in arguments) or "resize" in schema.name
 
     def fitted(self, kernel: Any) -> "Allowed":
-        """As it is called with what this key gives it. Raises Misfit."""
+        """The operation as called with the arguments of this key. Raises Misfit."""
         return self
 
     def _keys(self, chosen: Iterable[bool]) -> frozenset[int | str]:

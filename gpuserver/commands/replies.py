@@ -1,4 +1,4 @@
-"""What an instance is told: the replies to its frame, and the first error, at the next command that waits."""
+"""Replies to an instance: those to its frame, and the first error, at the next command that waits."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,7 +10,9 @@ from dormouse.schemas import stream as wire
 
 MAX_TOLD: Final = 1 << 14
 MAX_TOLD_FAILURES: Final = 64
-"""Of what is poisoned when a lease ends: enough to name what a program can use later, small enough for a message."""
+"""Poisoned storages reported when a lease ends: enough to name all that a program can use later, few enough for a
+message.
+"""
 
 
 class Replies:
@@ -19,7 +21,7 @@ class Replies:
     def __init__(self, late: Callable[[], StorageFailure | None]) -> None:
         self.frame = 0  # the number of the one that is run
         self.messages: list[bytes] = []
-        self.error: StorageFailure | None = None  # the first since the lease began, or since one was told
+        self.error: StorageFailure | None = None  # the first since the lease began, or since one was reported
         self._late = late
 
     def give(self, *message: Any) -> None:
@@ -37,7 +39,7 @@ class Replies:
         return failure
 
     def failed(self, token: int) -> bool:
-        """Tell the first error at a waiting command, once."""
+        """Report the first error at a waiting command, once."""
         self.late_fault()
         if self.error is None:
             return False

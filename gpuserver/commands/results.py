@@ -1,7 +1,7 @@
-"""What an operation has returned: compared with the prediction and entered; or described, if nobody predicted it.
+"""Results of an operation: compared with the prediction and entered, or described if there was no prediction.
 
-It is believed only if type, size and aliasing are as predicted. A difference in strides alone is repaired by a copy and
-counted.
+A result is accepted only if type, size and aliasing are as predicted. A difference in strides alone is repaired by a
+copy and counted.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from dormouse.schemas import stream as wire
 
 
 class Results:
-    """The results of one instance's operations. ``with_relief`` makes a call that needs memory, again if room could be
-    made.
+    """The results of one instance's operations. ``with_relief`` makes a call that needs memory, and repeats it if room
+    could be made.
     """
 
     def __init__(self, table: StorageTable, with_relief: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ class Results:
                 if wrong:
                     raise _mismatch(kernel, meta, tensors[index])
 
-    # --- results that nobody predicted
+    # --- results without a prediction
 
     def describe(
         self,
@@ -103,8 +103,8 @@ class Results:
         stored: list[HeldStorage],
         first: int,
     ) -> list[Any]:
-        """What it is, for the instance; fresh ones are entered under first, first + 1, ... ``before``: the storages of
-        the operands' ``tensors`` before the call.
+        """A description of the output for the instance; fresh results are entered under first, first + 1, ...
+        ``before``: the storages of the operands' ``tensors`` before the call.
         """
         listed = isinstance(output, list | tuple)
         results: list[Any] = []

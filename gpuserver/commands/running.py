@@ -1,6 +1,6 @@
-"""Running one operation: operands in, the real call, results compared with the prediction (results.py).
+"""Runs one operation: operands in, the real call, results compared with the prediction (results.py).
 
-`run` is the hot path of the executor. What an operation raises becomes a `CommandFailed`.
+`run` is the hot path of the executor. An exception of an operation becomes a `CommandFailed`.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from dormouse.schemas import stream as wire
 
 T = TypeVar("T")
 RELIEFS: Final = 3
-"""So often what was refused memory is tried again: room is made by what was computed ahead, then by what was captured,
+"""Retries of a call that was refused memory: room is made first by results computed ahead, then by captured sections,
 then by idle models.
 """
 WROTE_UNDECLARED = "Inplace update to inference tensor"
-"""How PyTorch complains when a custom operator writes an operand though its schema says that it writes none."""
+"""PyTorch's complaint when a custom operator writes an operand although its schema says that it writes none."""
 
 
 class OperationRunner:
@@ -63,7 +63,7 @@ class OperationRunner:
         self.results.enter(kernel, prediction, output, values, stored, fresh)
 
     def may_guess(self, kernel: Kernel) -> bool:
-        """Whether to run it changes nothing but that its results are there."""
+        """Whether running it has no effect but its results."""
         op = kernel.op
         if op is None or kernel.predicted is None or kernel.written or op.random or op.custom:
             return False
@@ -80,7 +80,7 @@ class OperationRunner:
         return self.results.describe(kernel, output, tensors, before, stored, first)
 
     def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
-        """Copy on write: what others share is copied before its first view is made."""
+        """Copy on write: a storage that others share is copied before its first view is made."""
         self.table.written()
         tensors = [operands[place] for place in kernel.tensors]
         changed = dict(kernel.predicted.changes) if kernel.predicted is not None else {}
@@ -115,8 +115,8 @@ class OperationRunner:
         return values, stored
 
     def _rows(self, kernel: Kernel, entry: HeldStorage, meta: CheckedMeta, position: int) -> torch.Tensor | None:
-        """A table of which few rows are needed, read over the link while it is on its way: the first layer of a
-        language model would else wait for what may be a tenth of its bytes.
+        """A table of which few rows are needed, read over the link while it is on its way: otherwise the first layer of
+        a language model would wait for up to a tenth of the model's bytes.
         """
         if position or len(meta.size) != 2:
             return None
@@ -148,7 +148,7 @@ class OperationRunner:
             why = "" if kernel.written else self._relieve()
             if why is not None:
                 raise CommandFailed(_failure(error, why)) from None
-        except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
+        except Exception as error:  # any exception of an operation belongs to the function that asked for it
             failed = self.raised(kernel, stored, error)
             if op.custom and WROTE_UNDECLARED in str(error):
                 for entry in stored:
@@ -157,9 +157,9 @@ class OperationRunner:
         return self.with_relief(lambda: self._invoke(kernel, args, kwargs), RELIEFS - 1)
 
     def raised(self, kernel: Kernel, stored: list[HeldStorage], error: Exception) -> CommandFailed:
-        """What an operation on these storages has raised. Raises DeviceLost if it was the device."""
+        """The failure of an operation on these storages. Raises DeviceLost if it was the device."""
         for index in kernel.written:
-            stored[index].resized()  # what failed half way is no longer as the views say
+            stored[index].resized()  # after a failure half way the views may be stale
         return self.failed(error)
 
     def _checked(
@@ -246,18 +246,18 @@ class OperationRunner:
         return self.with_relief(call, reliefs - 1)
 
     def failed(self, error: Exception) -> CommandFailed:
-        """The function's error for what torch raised. Raises DeviceLost if it is the device's: torch meets a kernel's
-        sticky error at any later call and does not say whether the next one would work.
+        """The function's error for an exception of torch. Raises DeviceLost if it is the device's: torch meets a
+        kernel's sticky error at any later call and does not say whether the next one would work.
         """
         if isinstance(error, torch.AcceleratorError):
             self._synchronize()
         return CommandFailed(_failure(error))
 
     def late_fault(self) -> StorageFailure | None:
-        """What has shown on the GPU only: an index that leads nowhere."""
+        """A fault that showed only on the GPU: an index out of range."""
         if self.guard is None or not self.guard.fault():
             return None
-        return StorageFailure("IndexError", index_checks.OUT_OF_RANGE)  # of which operation, nobody has looked
+        return StorageFailure("IndexError", index_checks.OUT_OF_RANGE)  # it is unknown of which operation
 
 
 def _scalar(value: Any) -> Any:

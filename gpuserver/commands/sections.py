@@ -1,8 +1,8 @@
 """Sections of a template: consecutive plain operations that a GPU can be given at once. Pure.
 
-A section reads weights and what was there before it, its inputs, and writes nothing but what it has made itself. So it
-can be computed as a whole, at places of its own, as often as the sequence comes. It ends where the program has looked
-at a value, or the executor needs Python.
+A section reads weights and earlier storages, its inputs, and writes only storages that it has made itself. So it can be
+computed as a whole, at addresses of its own, each time the sequence recurs. It ends where the program has looked at a
+value, or the executor needs Python.
 """
 
 from collections.abc import Container
@@ -28,7 +28,7 @@ class TemplateSection(Struct):
     words: list[Any]  # the same commands, for themselves: storages numbered from 0 on
     storages: int  # so many
     outside: dict[int, tuple[int, int]]  # by such a number: the first place, and bytes that are read
-    results: dict[int, int]  # what is left of what was made, likewise: its place
+    results: dict[int, int]  # of storages made here that remain, likewise: the place
     frees: list[int]  # places of storages from before that are freed
 
 

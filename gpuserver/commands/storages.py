@@ -1,5 +1,4 @@
-"""An instance's storages on one GPU: what the ids mean, their views by geometry, and their fate at the end of a
-lease.
+"""An instance's storages on one GPU: the meaning of ids, views by geometry, and their fate at the end of a lease.
 
 Owns every reference to device memory that the interpreter holds. Views are made once per (storage, geometry), after
 checking that the geometry lies inside the storage; the check is here and nowhere else.
@@ -56,7 +55,7 @@ class StorageFailure(Struct, frozen=True, eq=False):
 
 
 class CommandFailed(Exception):
-    """A command cannot run; it poisons what it would have written."""
+    """A command cannot run; it poisons the storages that it would have written."""
 
     def __init__(self, failure: StorageFailure) -> None:
         super().__init__(failure.text)
@@ -67,9 +66,9 @@ class HeldStorage(Struct, eq=False):
     """One storage. `address` and `nbytes` are valid once `storage` is there.
 
     `may_write` is there as long as the bytes are the pool's, and is asked before the first write, which others who
-    share them must not see (`in_place` from then on), and before what makes the storage larger.
-    `direct` is there as long as the bytes are on their way: gives them where they come from, to a command that needs no
-    more than so many of them.
+    share them must not see (`in_place` from then on), and before any growth of the storage. `direct` is there as long
+    as the bytes are on their way: gives them where they come from, to a command that needs no more than so many of
+    them.
     """
 
     nbytes: int
@@ -118,8 +117,8 @@ class HeldStorage(Struct, eq=False):
 
 
 class EndReport(Struct):
-    """What a lease did to the model. `spoiled` are the persistent ones of the `poisoned`: an operation failed while it
-    wrote them, and they must be forgotten on this GPU.
+    """The effects of a lease on the model. `spoiled` are the persistent ones of the `poisoned`: an operation failed
+    while it wrote them, and they must be forgotten on this GPU.
     """
 
     dirty: list[int] = []
@@ -137,7 +136,7 @@ class StorageTable:
         self.device = device
         self.by_id: dict[int, HeldStorage] = {}
         self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
-        self.ahead: dict[int, HeldStorage] = {}  # made by what nobody has asked for yet, see templates.py
+        self.ahead: dict[int, HeldStorage] = {}  # made by commands not asked for yet, see templates.py
         self.owed: dict[int, HeldStorage] = {}  # the same, once all of it has been asked for
         self.written: Callable[[], object] = lambda: None  # called before something is written
         self.settled: Callable[[], object] = lambda: None  # nothing is ahead after that
@@ -147,7 +146,7 @@ class StorageTable:
         """Check the ids of new storages. Raises ProtocolViolation for a value that cannot be one."""
         by_id, freed = self.by_id, self.freed_persistent
         for number in numbers:
-            # The shift is 0 for what the store can keep, and for nothing else.
+            # The shift is 0 for numbers that the store can keep, and for no others.
             if type(number) is not int or number >> STORAGE_BITS or number in by_id or number in freed:
                 raise ProtocolViolation(f"storage {brief(number)} is not a new number")
         if len(by_id) + len(numbers) > MAX_STORAGES:
@@ -224,7 +223,7 @@ class StorageTable:
         return None if storage is None else tensor_on(storage, meta, self.device)
 
     def own(self) -> list[tuple[int, HeldStorage]]:
-        """What the lease has made or changed, with its bytes."""
+        """Storages that the lease has made or changed, with their bytes."""
         self.settled()
         own = [(n, s) for n, s in self.by_id.items() if s.error is None and (s.dirty or not s.persistent)]
         for _, stored in own:
@@ -261,7 +260,7 @@ class StorageTable:
         return stored
 
     def end(self, keep: bool) -> EndReport:
-        """The lease is over, and what is not persistent is dropped unless it is kept."""
+        """The lease is over; storages that are not persistent are dropped unless they are kept."""
         report = EndReport(freed=list(self.freed_persistent))
         self.freed_persistent.clear()
         for number, stored in list(self.by_id.items()):
@@ -281,7 +280,7 @@ class StorageTable:
 
 
 def tensor_on(storage: torch.UntypedStorage, meta: CheckedMeta, device: torch.device) -> torch.Tensor:
-    """What a geometry that was checked names on a storage."""
+    """The tensor that a checked geometry names on a storage."""
     tensor = torch.empty(0, dtype=meta.dtype, device=device)
     tensor.set_(storage, meta.offset, meta.size, meta.stride)
     if meta.bits & 1:

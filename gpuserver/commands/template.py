@@ -21,7 +21,7 @@ class Template(Struct):
     old: list[tuple[int, int]]  # places of storages that the lease had before, and which these are
     starts: set[int]  # of commands; its end is one, too
     waits: set[int] = set()  # places that are not passed ahead: something was written there that nobody had foreseen
-    stalls: set[int] = set()  # commands that were not computed ahead, as far as the instance was told
+    stalls: set[int] = set()  # commands that were not computed ahead, as far as reported to the instance
 
     def instance(self, base: int, olds: list[int], steps: Any) -> list[Any]:
         """The commands, where the last storage before them has the number ``base``. ``steps``: the library's, or None.

@@ -1,12 +1,12 @@
-"""The sequence of commands that an instance follows, and what is computed ahead of it.
+"""The template that an instance follows, and computation ahead of its program.
 
-A program mostly does what it did last time. Its instance tells such a sequence once, a template (template.py), later
-only how far its program has come in it: the program still runs, so nothing is guessed about what it does. What is ahead
-of it may be computed already, where that cannot be noticed: an operation whose operands are there, that draws no random
-numbers and writes nothing but the lease's own. Its results stay apart (`StorageTable.ahead`) until the program has come
-there, and what it has written is kept as it was; if the program goes elsewhere, the first are dropped, and the second
-is put back. A section that the GPU has captured (captures.py) is computed as a whole, and becomes the lease's as a
-whole; where the program looks within it, its commands are run up to there instead.
+A program mostly repeats itself. Its instance sends such a sequence of commands once, as a template (template.py), and
+later only how far its program has come in it: the program still runs, so nothing is guessed about its behaviour.
+Operations ahead of it are computed early where that cannot be noticed: those whose operands are there, that draw no
+random numbers and write nothing but the lease's own. Their results stay apart (`StorageTable.ahead`) until the program
+has come there, and overwritten bytes are saved; if the program goes elsewhere, the results are dropped and the bytes
+restored. A section that the GPU has captured (captures.py) is computed as a whole, and becomes the lease's as a whole;
+if the program looks within it, its commands are run up to there instead.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,16 @@ from dormouse.gpuserver.commands.template import Template, read
 from dormouse.schemas import stream as wire
 
 AHEAD_NS: Final = 200_000
-"""So long what is ahead is computed before anybody looks whether a frame has come."""
+"""Time of computation ahead between two checks for a new frame."""
 
 MAX_FREES: Final = 1024
 """FREE commands that wait until the program has come through a section."""
 
 
 class Followed(Struct):
-    """A template on its way: the program has come to ``validated``, and what is computed to ``reached``. Up to
-    ``confirmed`` results are the lease's own: where the program is, but while an answer is on its way, and within a
-    section that was computed as a whole.
+    """A template on its way: the program has come to ``validated``, and computation to ``reached``. Up to ``confirmed``
+    results are the lease's own: where the program is, but while an answer is on its way, and within a section that was
+    computed as a whole.
     """
 
     template: Template
@@ -47,14 +47,14 @@ class Followed(Struct):
     reached: int
     limit: int  # where it waits
     stalled: bool = False  # by a command that cannot be computed ahead, or not yet
-    computing: tuple[TemplateSection, Computing] | None = None  # what begins at ``reached``
+    computing: tuple[TemplateSection, Computing] | None = None  # the section that begins at ``reached``
     sections: list[TemplateSection] = []  # computed as a whole, and not confirmed
-    frees: list[list[Any]] = []  # for what is not confirmed
+    frees: list[list[Any]] = []  # for results that are not confirmed
 
 
 class Templates:
-    """Those of one instance. ``run``: what runs commands; ``free``: what runs a FREE, given the place behind its code;
-    ``counted``: told of operations that have run."""
+    """Those of one instance. ``run`` runs commands; ``free`` runs a FREE, given the place after its code; ``counted``
+    is called for operations that have run."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Templates:
         captures: Captures,
     ) -> None:
         self._steps: Any = None  # the library's, once there is one
-        self._undo: list[tuple[int, HeldStorage, torch.Tensor]] = []  # what was written ahead: where, and as it was
-        self.guessing = False  # what is computed now was not asked for
+        self._undo: list[tuple[int, HeldStorage, torch.Tensor]] = []  # of writes ahead: the storage, and its old bytes
+        self.guessing = False  # commands computed now were not asked for
         self.news: list[list[Any]] = []  # replies of no frame
         self.compared = 0  # results, ever, see CHECK
         self._runner, self._captures = runner, captures
@@ -76,7 +76,7 @@ class Templates:
         table.written, table.settled = self.written, self.drop
         self._known: dict[int, Template] = {}
         self._words = 0  # in all of them
-        self._allowed = 0  # of words, for what is left of the frame
+        self._allowed = 0  # of words, for the rest of the frame
         self._followed: Followed | None = None
         self.handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
             wire.TEMPLATE: self._define,
@@ -110,14 +110,14 @@ class Templates:
         self.abandon()
 
     def confirm(self) -> None:
-        """What was asked for is the lease's own, but for a part of a section."""
+        """Results that were asked for are the lease's own, except for part of a section."""
         if self.owes:
             assert self._followed is not None
             self._confirm(self._followed)
 
     def settle(self) -> None:
-        """Where the program is, all is as it says: before anything but VALIDATED looks. What was written ahead is as it
-        was, and nothing that was computed since is kept.
+        """Bring the state to where the program is, before any command but VALIDATED reads it. Bytes written ahead are
+        restored, and nothing that was computed since is kept.
         """
         self.confirm()
         if (followed := self._followed) is not None:
@@ -126,7 +126,7 @@ class Templates:
                 self._drop(followed)
 
     def drop(self) -> bool:
-        """What was computed ahead is computed again, if it is asked for. Whether there was any."""
+        """Drop results computed ahead; they are computed again if asked for. Returns whether there were any."""
         self.confirm()
         with torch.inference_mode():
             return self._followed is not None and self._drop(self._followed)
@@ -154,7 +154,7 @@ class Templates:
         self._free_all(followed)
 
     def written(self) -> None:
-        """Something that what was computed ahead may have read."""
+        """Something is written that computation ahead may have read."""
         if self.drop():
             assert self._followed is not None
             template, at = self._followed.template, self._followed.validated
@@ -168,7 +168,7 @@ class Templates:
 
     @property
     def unsettled(self) -> bool:
-        """Whether anything that can be looked at is not as the program says."""
+        """Whether any visible state differs from the program's."""
         return bool(self._undo) or self.owes
 
     @property
@@ -191,7 +191,7 @@ class Templates:
     # --- ahead of the program
 
     def ahead(self) -> bool:
-        """Compute a little of what is ahead; whether there may be more to do. Under inference mode."""
+        """Compute a few commands ahead; whether there may be more to do. Under inference mode."""
         followed = self._followed
         if followed is None or self._steps is None:
             return False
@@ -264,7 +264,7 @@ class Templates:
         through.
         """
         limit = max(at, self._limit(followed))
-        frees, followed.frees = followed.frees, []  # what is not computed yet may read them
+        frees, followed.frees = followed.frees, []  # commands not computed yet may read them
         while followed.reached < at:
             if self._steps is not None and self._section(followed, limit) is None:
                 assert followed.computing is not None
@@ -281,14 +281,14 @@ class Templates:
             self._free_all(followed)
 
     def _tell(self, followed: Followed) -> None:
-        """The instance of a command at which the GPU waits for it."""
+        """Report to the instance a command at which the GPU waits for it."""
         template, at = followed.template, followed.reached
         if at not in template.stalls and len(template.stalls) < wire.MAX_STALLS:
             template.stalls.add(at)
             self.news.append([wire.STALLED, template.number, at])
 
     def _confirm(self, followed: Followed) -> None:
-        """What was computed ahead has been asked for."""
+        """Results computed ahead have been asked for."""
         end = min(followed.validated, followed.reached)
         self._table.owed = {}
         while followed.sections and followed.sections[0].start < end:
@@ -370,12 +370,12 @@ class Templates:
         followed.reached, followed.stalled = middle + kernel.n_fresh, False
 
     def begin_frame(self) -> None:
-        """What the last one has asked for is no part of the next."""
+        """Requests of the last frame do not count for the next."""
         self.confirm()
         self._allowed = wire.MAX_FOLLOWED_WORDS
 
     def heard(self) -> None:
-        """A frame has been run: what was missing may be there now."""
+        """A frame has been run: missing operands may be there now."""
         if (followed := self._followed) is not None:
             followed.stalled = False
             followed.limit = self._limit(followed)
@@ -436,8 +436,8 @@ class Templates:
             self._captures.came(followed.template, followed.commands, followed.start)
 
     def _check(self, commands: list[Any], position: int) -> int:
-        """Run what the instance says, and compare: commands with those of the template, and results with those that
-        were computed ahead.
+        """Run the commands that the instance sends, and compare: commands with those of the template, and results with
+        those that were computed ahead.
         """
         at, said = commands[position : position + 2]
         followed = self._come(at)

@@ -1,1 +1,3 @@
-"""One GPU, real or emulated, behind one protocol. In: what to map, copy and count. Out: storages, and why not."""
+"""One GPU, real or emulated, behind one protocol. In: requests to map, copy and count. Out: storages, or the reason for
+a refusal.
+"""

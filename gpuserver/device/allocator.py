@@ -1,10 +1,10 @@
-"""Counts, limits and keeps apart what torch allocates on the CPU: the activations and workspaces of an emulated GPU.
+"""Counts, limits and separates torch's allocations on the CPU: the activations and workspaces of an emulated GPU.
 
 A small C++ library replaces torch's CPU allocator. It is compiled once per torch version into a cache directory, the
 first time that an executor starts (about two seconds), or beforehand with ``python -m
 dormouse.gpuserver.device.allocator``. Without a compiler there is :class:`ApproximateActivations`, which sees only the
-storages that the interpreter holds: it misses workspaces and says so. There the C library overwrites whatever it
-allocates, at the price of every allocation instead of every change of owner.
+storages that the interpreter holds: it misses workspaces and says so. There the C library overwrites all its
+allocations, at the price of every allocation instead of every change of owner.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ SOURCE: Final = Path(__file__).with_name("allocator.cpp")
 _FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
 
 _M_PERTURB: Final = -6
-"""``mallopt``: glibc fills what it allocates with the complement of a byte, and what is freed with the byte."""
+"""``mallopt``: glibc fills allocated memory with the complement of a byte, and freed memory with the byte."""
 
 
 class CountedActivations:
-    """Exact: everything that goes through torch's allocator, on any thread, but not what was there before. In bytes."""
+    """Exact: everything that goes through torch's allocator, on any thread, but not earlier allocations. In bytes."""
 
     approximate = False
 
@@ -45,7 +45,7 @@ class CountedActivations:
         self._lib.dormouse_set_limit(max(0, nbytes))
 
     def set_owner(self, number: int) -> None:
-        """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
+        """The owner of all blocks allocated from now on, counted from 1: nobody else ever reads their bytes."""
         self._lib.dormouse_set_owner(number)
 
     def refused(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class CountedActivations:
 
 
 class ApproximateActivations:
-    """Where there is no compiler: what the interpreter says its storages hold; checked only when somebody looks."""
+    """Without a compiler: the sizes that the interpreter reports for its storages; checked only when they are read."""
 
     approximate = True
 

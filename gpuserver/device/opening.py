@@ -1,4 +1,4 @@
-"""Decides which device an executor drives: a GPU where CUDA finds one, else an emulated one; and says why.
+"""Decides which device an executor drives: a GPU where CUDA finds one, else an emulated one; and gives the reason.
 
 Imports nothing of CUDA unless it is chosen.
 """

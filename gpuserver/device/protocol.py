@@ -1,4 +1,4 @@
-"""What the executor needs from one GPU: HostDevice emulates it, CudaDevice drives a real one.
+"""The executor's interface to one GPU: HostDevice emulates it, CudaDevice drives a real one.
 
 Deliberately absent: residency, leases and commands. A device knows offsets in its pool's address space, slabs and
 other GPUs by number, and streams: one compute stream, on which torch runs and which the calling (device) thread issues
@@ -19,7 +19,7 @@ from dormouse.schemas.errors import DormouseError
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 POISON: Final = 0xFF
-"""Overwrites what is given up: every float type reads 0xFF bytes as NaN, every integer type as -1 or its largest value.
+"""Overwrites released memory: every float type reads 0xFF bytes as NaN, every integer type as -1 or its largest value.
 """
 
 
@@ -34,13 +34,13 @@ class DeviceLost(DormouseError):
 Storages = list[torch.UntypedStorage]
 
 Capture = Callable[[Callable[[], Storages]], Callable[[], Storages]]
-"""Makes what computes the same again, with what it reads and makes at the same places. Raises RuntimeError if that
-cannot be captured.
+"""Makes a function that computes the same again, with inputs and results at the same addresses. Raises RuntimeError if
+that cannot be captured.
 """
 
 
 class Exported(NamedTuple):
-    """What another executor needs to read a pool: ``handle`` travels as bytes, the descriptors beside it."""
+    """Access to a pool for another executor: ``handle`` travels as bytes, the descriptors beside it."""
 
     handle: bytes
     descriptors: list[int]
@@ -84,7 +84,7 @@ def computed_again(compute: Callable[[], Storages]) -> Callable[[], Storages]:
 class Device(Protocol):
     """One GPU with a pool of ``pool_nbytes`` of memory reserved at start.
 
-    Used by the device thread, except :meth:`copy_in` and what says so.
+    Used by the device thread, except :meth:`copy_in` and methods that say so.
     """
 
     info: DeviceInfo
@@ -94,20 +94,20 @@ class Device(Protocol):
     pool_nbytes: int
     activation_nbytes: int  # memory of their own, if they have any
     context_nbytes: int  # of GPU memory that a process's context takes; 0: emulated
-    beside_nbytes: int  # of GPU memory that is nobody's budget: for contexts of runtimes, and what libraries load
+    beside_nbytes: int  # of GPU memory that is nobody's budget: for contexts of runtimes, and loads of libraries
     strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
-    activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own
-    captures: bool  # what is captured is given to the GPU at once, which is faster than call by call
-    on_trouble: Callable[[str], None]  # settable; called from any thread with what does not work as well as it could
+    activations_share_pool: bool  # memory that models occupy is not free for activations; else they have their own
+    captures: bool  # captured work is given to the GPU at once, which is faster than call by call
+    on_trouble: Callable[[str], None]  # settable; called from any thread with a text about what could work better
     on_lost: Callable[[DeviceLost], None]  # settable; called at most once, from a thread that alone may have noticed
 
     def make_pool(self) -> Pool:
-        """Empty books for this device's memory, of the strategy that it was opened with."""
+        """An empty pool for this device's memory, of the strategy that it was opened with."""
 
     def attach_thread(self) -> None:
-        """Make the calling thread the device thread: current device, stream, thread count, activation limit; and have
-        loaded what the first request would else wait for.
+        """Make the calling thread the device thread: current device, stream, thread count, activation limit; and load
+        libraries for which the first request would otherwise wait.
         """
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -124,13 +124,13 @@ class Device(Protocol):
         """
 
     def unmap_host(self, slab: int) -> None:
-        """Nothing is copied from or to it any more, but for what is under way."""
+        """Nothing is copied from or to it any more, except copies under way."""
 
     def settle(self) -> None:
         """Wait until slabs are pinned or given back, as far as they can be: for benchmarks and tests."""
 
     def export(self) -> Exported:
-        """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
+        """The arguments of ``map_peer`` of another executor. The caller closes the descriptors. Raises DeviceError."""
 
     @property
     def address_nbytes(self) -> int:
@@ -143,12 +143,12 @@ class Device(Protocol):
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """Bytes of a slab as a kernel on the compute stream can read them over the link, without ownership; None where
-        that cannot be done. ``touched_nbytes`` is about what the kernel will read of them.
+        that cannot be done. ``touched_nbytes``: about how many of them the kernel will read.
         """
 
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
-        """Make another executor's exported pool of ``nbytes`` readable to the copy stream; replaces what that number
-        had. The descriptors stay the caller's. Any thread.
+        """Make another executor's exported pool of ``nbytes`` readable to the copy stream; replaces that number's
+        former one. The descriptors stay the caller's. Any thread.
 
         Raises DeviceError if that GPU cannot be reached.
         """
@@ -161,12 +161,12 @@ class Device(Protocol):
 
         An address range is unmapped only after everything that the compute stream was given so far.
 
-        Raises DeviceError; what was mapped before it stays.
+        Raises DeviceError; mappings from before the call stay.
         """
 
     def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: DeviceEvent | None = None) -> CopyJob:
-        """Slabs, peers or the pool itself to the pool on a copy stream, not before what the compute stream was given
-        before; with ``after``, which :meth:`record` gave, not before that: the part of a wake that comes late need not
+        """Slabs, peers or the pool itself to the pool on a copy stream, not before the work that the compute stream
+        has; with ``after``, which :meth:`record` gave, not before that: the part of a wake that comes late need not
         wait for the part that already runs. Jobs are carried out in the order in which they were given. Any thread.
 
         ``on_done`` is called from any thread after the last chunk, and before ``join`` returns.
@@ -201,9 +201,7 @@ class Device(Protocol):
         """Most bytes outside the pool from now on; an operation beyond raises ``torch.OutOfMemoryError``."""
 
     def set_owner(self, number: int) -> None:
-        """The owner of all activations from now on, counted from 1. An owner never sees what others have left in free
-        memory.
-        """
+        """The owner of all activations from now on, counted from 1. None sees bytes of others in free memory."""
 
     def new_capture(self) -> Capture:
         """With memory that no other has a part of."""
@@ -217,8 +215,8 @@ class Device(Protocol):
         """``(used, peak since the last reset, free)`` in bytes."""
 
     def refused(self) -> tuple[int, int]:
-        """``(nbytes, in use)``: what the calling thread was last refused for activations, and what was in use when that
-        happened; zeros if nothing was since the last call, or where that is not known.
+        """``(nbytes, in use)``: bytes that the calling thread was last refused for activations, and bytes that were in
+        use when that happened; zeros if nothing was since the last call, or where that is not known.
         """
 
     def reset_peak(self) -> None: ...

@@ -1,5 +1,5 @@
-"""What instances say for their runtimes before their lease is known here: the router may tell an instance of its lease
-before the controller's wake has come. It waits, bounded. Pure.
+"""Messages of instances for their runtimes that come before their lease is known here: the router may tell an instance
+of its lease before the controller's wake has come. They wait, bounded. Pure.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ AHEAD_MESSAGES: Final = 16384
 """Of one instance at most."""
 
 MESSAGE_NBYTES: Final = 256
-"""What a message counts beside its data: one without any has its place in memory too."""
+"""Size that a message counts beside its data: an empty one takes memory too."""
 
 NEVER_BEGAN: Final = 1024
 
@@ -36,7 +36,7 @@ class AheadOfLease:
     def __init__(self) -> None:
         self._waiting: dict[str, _Parked] = {}  # by instance
         self._over: dict[str, int] = {}  # by instance: the serial of its last lease that is over
-        self._never: deque[int] = deque(maxlen=NEVER_BEGAN)  # leases that are over and that no runtime ever heard of
+        self._never: deque[int] = deque(maxlen=NEVER_BEGAN)  # leases that are over and that no runtime ever knew
 
     def may_begin(self, instance: str, serial: int) -> bool:
         """Whether a lease that is not in progress is one to come."""
@@ -55,16 +55,16 @@ class AheadOfLease:
         parked.said.setdefault(message.serial, []).append(message.data)
 
     def begun(self, instance: str, serial: int) -> list[bytes]:
-        """What the instance has said for this lease, in order."""
+        """The messages of the instance for this lease, in order."""
         parked = self._waiting.pop(instance, None)
         return parked.said.get(serial, []) if parked is not None else []
 
     def over(self, serial: int, instance: str | None) -> str | None:
-        """A lease is over; ``instance`` None: no runtime has heard of it. Returns who is to be told."""
+        """A lease is over; ``instance`` None: no runtime knows of it. Returns the instance to notify."""
         if instance is None:
             waits = (name for name, parked in self._waiting.items() if serial in parked.said)
             if (instance := next(waits, None)) is None:
-                self._never.append(serial)  # what its instance says may still be on its way
+                self._never.append(serial)  # messages of its instance may still be on their way
                 return None
             del self._waiting[instance]
         self._over[instance] = serial

@@ -1,7 +1,7 @@
-"""What the compute thread waits for while a model comes: each segment's bytes, and the end of the wake.
+"""Events for which the compute thread waits while a model comes: each segment's bytes, and the end of the wake.
 
-The executor's thread fills the board, the compute thread waits at it. Everything on it happens once, so that no lock is
-needed: an event is set after what it announces.
+The executor's thread fills the board, the compute thread waits at it. Each event happens once, so no lock is needed: it
+is set after the change that it announces.
 """
 
 import threading
@@ -81,7 +81,7 @@ class Board:
         self._held = False
 
     def arrival(self, segment: int) -> Arrival | None:
-        """What to wait for before a segment is used; None if it was there."""
+        """The arrival to await before a segment is used; None if the segment was there."""
         return self._arrivals.get(segment)
 
     def failed(self, segment: int) -> bool:

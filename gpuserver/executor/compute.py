@@ -1,10 +1,10 @@
-"""The compute thread of an executor: carries out what leases order (leases/machine.py) on the device.
+"""The compute thread of an executor: carries out the orders of leases (leases/machine.py) on the device.
 
-`Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. While it has nothing
-else to do it hears the frames of the lease with the turn itself, on a connection that it was lent: a handover between
-threads costs more than most frames. A frame runs in the settings, with the random state and as the owner of memory of
-its own instance: they follow the turn. What is raised on an instance's behalf ends that instance and nothing else,
-unless it is the device's.
+`Compute` carries out its orders (orders.py), one at a time, and posts their outcomes. While it has no orders it
+receives the frames of the lease with the turn itself, on a connection that it was lent: a handover between threads
+costs more than most frames. A frame runs with the settings, random state and ownership of memory of its own instance:
+these follow the turn. An exception raised on an instance's behalf ends that instance and nothing else, unless it is the
+device's.
 """
 
 import os
@@ -37,8 +37,8 @@ from dormouse.schemas.messages import Place
 T = TypeVar("T")
 
 AWAKE_S: Final = 0.002
-"""So long the compute thread stays awake for the next frame of a program that is about to send it: to wake it takes
-longer than most of its work."""
+"""Time for which the compute thread stays awake for a program's next frame that is expected at once: waking the thread
+takes longer than most of its work."""
 
 STORY_LETTERS: Final = 4000
 """Of a traceback that goes to the log: its end, some dozen frames."""
@@ -60,7 +60,7 @@ class Compute:
         self.device = device
         self._find_fast = find_fast
         self._captures = captures
-        self._turn_s = turn_s  # who gives the GPU nothing for so long is not waited for here
+        self._turn_s = turn_s  # an instance that gives the GPU nothing for so long is not awaited here
         self.orders = orders
         self._post = post
         self._evidence = evidence
@@ -77,7 +77,7 @@ class Compute:
             self._capture()
 
     def carry_out(self, item: Item) -> None:
-        """Raises DeviceLost, and what is the executor's own fault."""
+        """Raises DeviceLost, and errors that are the executor's own fault."""
         if self.orders.plans:
             self._arrange()
         match item:
@@ -103,7 +103,7 @@ class Compute:
             case o.Bring():
                 self._post(brought_ahead(self.device, item, self._unmapped.pop(item.serial, "")))
             case o.Mark():
-                self.device.synchronize()  # a runtime's context is not ordered after our stream, as what is cleared is
+                self.device.synchronize()  # a runtime's context is not ordered after our stream, as clearing is
                 self._post(e.Marked(item.serial, item.extents))
             case Attach():
                 self._owners += 1
@@ -121,7 +121,7 @@ class Compute:
     # --- memory
 
     def _arrange(self) -> None:
-        """Make the device as the pool's books say."""
+        """Bring the device into the state of the pool."""
         while self.orders.plans:
             arrange = self.orders.plans.popleft()
             moving: list[int] = []
@@ -152,7 +152,7 @@ class Compute:
             self.device.copy_in(moves, lambda: None).join()
 
     def _ask(self, question: e.MayWrite | e.Relieve) -> Any:
-        """Wait for the answer; what makes room for it is done meanwhile."""
+        """Wait for the answer; orders that make room for it are carried out meanwhile."""
         self._post(question)
         while not isinstance(item := self.orders.urgent.get(), o.ComputeAnswer):
             current = self._current
@@ -175,11 +175,11 @@ class Compute:
         return answer
 
     def transient_nbytes(self) -> int:
-        """What leases hold outside the pool, as far as their interpreters know."""
+        """Bytes that leases hold outside the pool, as far as their interpreters know."""
         return sum(lease.transient_nbytes() for lease in list(self._leases.values()))
 
     def _capture(self) -> None:
-        """While there is nothing else to do: what an instance without a turn, or with this one, may have captured."""
+        """While there is nothing else to do: capture for the instance with the turn, or for any if there is no turn."""
         current = self._current
         allowed = self._instances.values() if current is None else [current.instance]
         found = (each for each in allowed if each.interpreter.may_capture)
@@ -197,7 +197,7 @@ class Compute:
                 self._evidence.leave()
 
     def _drop_captured(self, *instances: ExecutorInstance) -> bool:
-        """Whether there was any. Their memory is another's next: nobody reads what is left in it."""
+        """Whether there was any. Their memory is another's next: nobody reads its remaining bytes."""
         if not sum(instance.interpreter.drop_captured() for instance in instances):
             return False
         self.device.set_owner(1)
@@ -212,13 +212,13 @@ class Compute:
     # --- turns
 
     def _switch(self, lease: Leased | None) -> None:
-        """Whose commands come next: settings, random state and ownership of memory follow."""
+        """Switch to the lease whose commands come next: settings, random state and ownership of memory follow."""
         before = self._current
         if lease is before or lease is None:
             return
         if before is not None:
             self._guarded(before.instance.name, before.instance.interpreter.settle)
-            self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
+            self.device.synchronize()  # queued work is its own: its time, and its fault if it fails
             before.instance.interpreter.pause()
         self._current = lease
         self.device.set_owner(lease.instance.number)
@@ -231,7 +231,7 @@ class Compute:
         if len(self._leases) == 1:
             self.device.reset_peak()
         instance.used.clear()
-        if (before := self._current) is not None:  # what it owes is computed in its settings
+        if (before := self._current) is not None:  # commands that it owes are computed in its settings
             self._guarded(before.instance.name, before.instance.interpreter.settle)
         instance.interpreter.begin(begin.serial, begin.secret)
         self._switch(lease)
@@ -257,7 +257,7 @@ class Compute:
             self._post(e.Executed(execute.serial, run.replies, run.busy_s, self._use(), run.ended))
 
     def _serve(self, serve: Serve) -> None:
-        """The frames of a lease as its instance sends them. What is not the next one is for the gate to judge."""
+        """The frames of a lease as its instance sends them. Any frame but the next one is left to the gate."""
         loan, serial, data = serve.loan, serve.serial, serve.given
         frames, busy_s, idle_s, ended = 0, 0.0, 0.0, None
         heard_before = 0 if data is None else 1
@@ -289,8 +289,8 @@ class Compute:
         self._post(Repaid(loan))
 
     def _go_ahead(self, serial: int, loan: Loan) -> float | None:
-        """What the lease will probably ask for is computed until there is something else to do; for so many seconds.
-        None if that has ended its instance.
+        """Compute ahead for the lease until there is something else to do. Returns the seconds spent; None if that has
+        ended its instance.
         """
         lease, began_s = self._leases.get(serial), time.perf_counter()
         if lease is None or lease is not self._current or serial in self.orders.skipped:
@@ -336,7 +336,7 @@ class Compute:
         return FrameOutcome(replies, busy_s, ended)
 
     def _guarded(self, name: str, work: Callable[..., T], *arguments: Any) -> T | None:
-        """The outermost frame of what is done on an instance's behalf. What it has caused ends it."""
+        """The outermost frame of work on an instance's behalf. Errors that the instance has caused end it."""
         try:
             return work(*arguments)
         except ProtocolViolation as error:
@@ -353,7 +353,7 @@ class Compute:
     def _leased(self, work: Callable[..., None], order: o.CopyOut | o.Own | o.Return) -> None:
         serial = order.begin.serial if isinstance(order, o.Return) else order.serial
         lease = self._leases.get(serial)
-        if lease is not None:  # else it has ended, and what was posted says so
+        if lease is not None:  # else it has ended, and a posted event says so
             self._guarded(lease.instance.name, work, lease, order)
 
     # --- ends
@@ -419,13 +419,13 @@ class Compute:
             for number, place in zip(order.storages, order.places, strict=True):
                 table.restore(number, self._read_back(place))
         except (torch.OutOfMemoryError, DeviceError) as error:
-            self.orders.skipped.add(lease.serial)  # what it has sent since needs what did not come back
+            self.orders.skipped.add(lease.serial)  # frames sent since need memory that did not come back
             self._post(e.SeatReturned(lease.serial, self._use(), str(error)))
             return
         self._post(e.SeatReturned(lease.serial, self._use()))
 
     def _read_back(self, place: Place) -> torch.UntypedStorage:
-        """As for what an operation makes, idle models leave for it."""
+        """As for an operation's results, idle models leave for it."""
         for _ in range(RELIEFS):
             try:
                 return self.device.read_back(place.slab, place.offset, place.nbytes)

@@ -32,7 +32,7 @@ class InstanceDevice:
 
 
 class ExecutorInstance:
-    """Keeps the interpreter's table in step with the manifest and with what is resident."""
+    """Keeps the interpreter's table in step with the manifest and with residency."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class ExecutorInstance:
         self.manifest = m.Manifest(instance=attach.instance, version=0, entries=[], segments=[])
         self.entries: dict[int, list[m.Entry]] = {}  # by segment, of ``manifest``
         self.known: frozenset[int] = frozenset()  # its storages
-        self.claimed: dict[int, int] = {}  # what this lease writes in place: the segments' new numbers
+        self.claimed: dict[int, int] = {}  # written in place by this lease: the segments' new numbers
         self.used: dict[int, None] = {}  # segments that this lease has brought to the interpreter, in that order
         self.board: Board | None = None  # of this lease's wake, while that goes on
         self._own: set[int] = set()  # known storages that are this lease's: changed elsewhere than in the pool, or lost
-        self._bound: dict[int, int] = {}  # segment by storage: what the interpreter can reach
+        self._bound: dict[int, int] = {}  # segment by storage: those within the interpreter's reach
 
     def counts(self) -> e.Counts:
         """Ever."""
@@ -80,8 +80,8 @@ class ExecutorInstance:
         board: Board | None,
         may_write: Callable[[int], int | None],
     ) -> None:
-        """Bring the whole manifest, whose segments are at ``places``, within the interpreter's reach; first use of what
-        is on its way waits for it. ``may_write``: see `MayWrite` of leases/events.py.
+        """Bring the whole manifest, whose segments are at ``places``, within the interpreter's reach; first use of a
+        segment that is on its way waits for it. ``may_write``: see `MayWrite` of leases/events.py.
         """
         self.board = board
         gone = self._own | self.interpreter.table.freed_persistent.keys()
@@ -90,12 +90,12 @@ class ExecutorInstance:
             offset, nbytes = places[segment]
             for entry in entries:
                 if entry.storage not in gone and (coming is not None or self._bound.get(entry.storage) != segment):
-                    # A pack of which one storage is left is still not that storage.
+                    # A pack of which one storage remains is still not that storage.
                     alone = len(entries) == 1 and entry.nbytes == nbytes
                     self._bind(device, entry, offset + entry.offset, coming, may_write if alone else None)
 
     def bind_none(self, failure: StorageFailure) -> None:
-        """The model cannot be here: whatever uses any of it fails with this."""
+        """The model cannot be here: any use of it fails with this."""
 
         def materialise() -> torch.UntypedStorage:
             raise CommandFailed(failure)
@@ -164,7 +164,7 @@ class ExecutorInstance:
             for entry in self.entries.get(segment, ()):
                 if self._bound.get(entry.storage) == segment:  # else it has become a copy that is still there
                     if failed:
-                        self.keep(entry.storage)  # who uses it hears why
+                        self.keep(entry.storage)  # its users get the reason
                     else:
                         self.unbind([entry.storage])
 

@@ -1,5 +1,5 @@
-"""A lease as the compute thread has it: its model within the interpreter's reach, its wake, what its END is to keep.
-Compute thread only.
+"""The state of a lease in the compute thread: its model within the interpreter's reach, its wake, the storages that its
+END keeps. Compute thread only.
 """
 
 import time
@@ -18,7 +18,7 @@ from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
 
 
 class FrameOutcome(NamedTuple):
-    """What came of a frame."""
+    """The outcome of a frame."""
 
     replies: list[bytes]
     busy_s: float
@@ -44,7 +44,7 @@ class Leased:
         return e.Counts(now.repaired - before.repaired, now.replayed - before.replayed)
 
     def bind(self, begin: o.Begin, claim: Callable[[int], int | None]) -> None:
-        """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
+        """Bring the model within the interpreter's reach, have missing segments copied. ``claim``: see `MayWrite`."""
         instance = self.instance
         if begin.refused:
             instance.bind_none(StorageFailure("OutOfMemoryError", begin.refused))
@@ -57,7 +57,7 @@ class Leased:
             instance.bind_all(self.device, begin.places, self.board, claim)
 
     def join(self, cancel: bool) -> e.WakeRemains:
-        """No copy of its wake is under way any more; what did not arrive is out of reach."""
+        """No copy of its wake is under way any more; segments that did not arrive are out of reach."""
         board = self.board
         if board is None:
             return e.WakeRemains()
@@ -71,11 +71,11 @@ class Leased:
         return e.WakeRemains(there, lost, board.sources)
 
     def end(self) -> e.Ended:
-        """Its END: what it did to the model. If there is something to write or to free, it waits for the store."""
+        """Its END: its effects on the model. If there is something to write or to free, it waits for the store."""
         instance = self.instance
         interpreter, request = instance.interpreter, instance.interpreter.ending
         assert request is not None
-        left = self.join(False)  # before anything is dropped: what comes late must not land there
+        left = self.join(False)  # before anything is dropped: late bytes must not land there
         report = interpreter.report()
         freed = [storage for storage in report.freed if storage in instance.known]
         gone = [*report.spoiled, *freed, *(() if request.wait else report.dirty)]
@@ -103,7 +103,7 @@ class Leased:
         return ended
 
     def transient_nbytes(self) -> int:
-        """What it holds outside the pool, as far as its interpreter knows."""
+        """Bytes that it holds outside the pool, as far as its interpreter knows."""
         total = 0
         table = self.instance.interpreter.table
         for stored in (*table.by_id.values(), *table.ahead.values()):
@@ -123,9 +123,7 @@ class Leased:
 
 
 def brought_ahead(device: Device, bring: o.Bring, refused: str) -> BeginWake:
-    """What is copied for no lease: only the place in the order of what the device is given matters. If it was
-    ``refused`` memory, nothing comes.
-    """
+    """A copy for no lease: only its place in the device's order matters. If memory was ``refused``, nothing comes."""
     board = Board(device, [segment for segment, _, _ in bring.missing])
     missing = [] if refused else bring.missing
     return BeginWake(bring.serial, board, device.record(), missing, bring.peers, time.perf_counter(), ahead=True)

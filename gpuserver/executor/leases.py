@@ -1,4 +1,4 @@
-"""The leases of one GPU at work, on the executor's thread: what the machine decides is carried out or passed on.
+"""The leases of one GPU at work, on the executor's thread: carries out the machine's decisions or passes them on.
 
 Events are handled one after the other, each with its effects, also those that arise meanwhile.
 """
@@ -27,7 +27,7 @@ class Leases:
 
     Args:
         post: have something done on this thread; from any thread, in order.
-        batch_nbytes: what a wake keeps in the store's memory at a time.
+        batch_nbytes: bytes that a wake keeps in the store's memory at a time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Leases:
         self.dispatch(e.PreloadAsked(preload, rates))
 
     def dispatch(self, event: Posted) -> None:
-        """Let the machine decide and do what it says; events that arise meanwhile wait for their turn."""
+        """Let the machine decide and carry out its decision; events that arise meanwhile wait for their turn."""
         self._events.append(event)
         if self._handling:
             return

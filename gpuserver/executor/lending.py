@@ -14,7 +14,7 @@ class Lending:
         self._pinned: dict[tuple[int, int, int], list[int]] = {}  # segments by (gpu, epoch, ticket)
 
     def pin(self, pin: m.PeerPin, max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Keep for another GPU what of these is here."""
+        """Keep those of these segments that are here for another GPU."""
         found = self._residency.pin(pin.segments, max_extents)
         if found:
             self._pinned.setdefault((pin.gpu, pin.epoch, pin.ticket), []).extend(segment for segment, _ in found)

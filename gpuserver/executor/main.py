@@ -1,10 +1,10 @@
 """An executor: owns one GPU. This module is its I/O half, the actor; compute.py is the half that computes.
 
 The loop's thread has the sockets and no torch; one compute thread has torch, and on loan the connection of the instance
-whose lease it serves. What leases decide (leases/machine.py) is decided here, on the loop's thread, and goes to the
-compute thread as orders; what came of them comes back as events. Answers that name slabs wait for the slabs, which
-arrive over another socket. Neither half waits for the other but where a command needs room, or the right to write: then
-the compute thread asks.
+whose lease it serves. Decisions on leases (leases/machine.py) are made here, on the loop's thread, and go to the
+compute thread as orders; their outcomes come back as events. Answers that name slabs wait for the slabs, which arrive
+over another socket. Neither half waits for the other but where a command needs room, or the right to write: then the
+compute thread asks.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import DormouseError, PeerLost, RemoteProtocolError
 
 INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
-"""Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
+"""Messages per direction that an instance may leave unread: those that it may have parked, and the replies to them."""
 
 LLM_HWM: Final = 1 << 16
 LLM_HWM_NBYTES: Final = 16 << 20
@@ -69,7 +69,7 @@ class Executor(Actor):
         self.slabs: set[int] = set()
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
         self.evidence = Evidence.inherited()
-        self._troubles: deque[str] = deque()  # not told yet
+        self._troubles: deque[str] = deque()  # not reported yet
         self._greeted = False
         self._timer = DueTimer(lambda: self._dispatch(e.Tick()))
         self._orders = Orders()
@@ -180,13 +180,13 @@ class Executor(Actor):
         self.loop.call_soon_threadsafe(work, *arguments)
 
     def _lost(self, error: BaseException) -> None:
-        """From any thread. That this host lacks memory is nobody's fault."""
+        """From any thread. A lack of memory on this host is nobody's fault."""
         if not isinstance(error, MemoryError):
             self.evidence.failed()
         self._threadsafe(self.fail, error)
 
     def trouble(self, text: str) -> None:
-        """What does not work as well as it could, for a person."""
+        """A description, for a person, of something that does not work as well as it could."""
         self.log.warning("device_trouble", text=text)
         self._troubles.append(text)
         self._tell_troubles()

@@ -1,4 +1,4 @@
-"""What the compute thread has been given to do, in order. Filled by the executor's thread."""
+"""Orders of the compute thread, in order. Filled by the executor's thread."""
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ class Orders:
 
     While the compute thread waits for an answer, it is given only orders that make room, because these may be carried
     out in the middle of a command. A plan of the pool is carried out as soon as any order is looked at, before all
-    older orders: no command can tell, because what seats hold stays where it is.
+    older orders: no command can tell, because the contents of seats stay where they are.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class Orders:
         self.urgent: SimpleQueue[Item] = SimpleQueue()
         self._asked = False  # it waits for an answer
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._sleeps = False  # it waits for frames or orders, and hears the bell
-        self._quiet_until_s: float | None = None  # it need not look at what it has been given before
+        self._sleeps = False  # it waits for frames or orders, and wakes at the bell
+        self._quiet_until_s: float | None = None  # it need not look at its orders before
         self._poll = select.epoll()
         self._poll.register(self._bell, select.EPOLLIN)
         self._leaving: set[int] = set()  # leases whose seat is to be left, or has been
@@ -100,14 +100,14 @@ class Orders:
             self._leaving.discard(order.begin.serial)
 
     def listen(self, begin: o.Begin, loan: Loan, until_s: float) -> None:
-        """Two orders that wait until there is something to hear, another order, or this time."""
+        """Two orders that wait until there is something to receive, another order, or this time."""
         self._poll.register(loan.fileno(), select.EPOLLIN)  # first: the compute thread may be at it at once
         self._quiet_until_s = until_s if self.items.empty() else None
         self.items.put(begin)
         self.items.put(Serve(begin.serial, FrameHeader(begin.serial, begin.secret, 0), loan, None, until_s))
 
     def next_item(self) -> Item:
-        """Wait for what is to be done."""
+        """Wait for the next order."""
         while self.idle:
             until_s = self._quiet_until_s
             self._wait(None if until_s is None else max(0.0, until_s - time.monotonic()))
@@ -115,7 +115,7 @@ class Orders:
 
     @property
     def rests(self) -> bool:
-        """The same, and nothing has come for what is to be heard."""
+        """The same, and no frame has come where one is awaited."""
         return self.idle and not self._poll.poll(0)
 
     @property

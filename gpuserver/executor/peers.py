@@ -1,8 +1,9 @@
-"""An executor's conversation with the other executors: who has which segment, and whose memory can be read.
+"""An executor's exchange with the other executors: the segments that each has, and access to their memory.
 
-Each executor connects to the inboxes of the others, gives them its pool's memory, answers what it has of the segments
-that one asks for, and keeps those until they are let go. All of it is on the I/O thread, so a GPU that computes answers
-at once. A peer that dies or does not answer is as if it had nothing; what it was given stays until it lets go or dies.
+Each executor connects to the inboxes of the others, gives them its pool's memory, reports which of the segments that
+one asks for it has, and keeps those until they are released. All of it is on the I/O thread, so a GPU that computes
+answers at once. A peer that dies or is silent counts as having nothing; segments kept for it stay until it releases
+them or dies.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class PeerLinks:
         self._posters: dict[int, InboxPoster] = {}
         self._readable: dict[int, int] = {}  # epoch whose memory is mapped
         self._lost: dict[int, int] = {}  # newest epoch that is known to be dead
-        self._parts: dict[tuple[int, int], list[int]] = {}  # by GPU, epoch: descriptors of what has not come wholly
+        self._parts: dict[tuple[int, int], list[int]] = {}  # by GPU, epoch: descriptors of incomplete memory
 
     def changed(self, up: dict[str, int]) -> None:
         """The supervisor's list of roles that are up."""
@@ -124,10 +125,10 @@ class PeerLinks:
         if segments:
             self._owner.leases.dispatch(e.Forgotten(segments))
 
-    # --- what wakes want
+    # --- requests of wakes
 
     def ask(self, gpu: int, ticket: int, segments: list[int]) -> None:
-        """Ask what of these it has; a peer that cannot be read has nothing."""
+        """Ask which of these it has; a peer that cannot be read has nothing."""
         pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
         if gpu in self._readable and gpu in self._posters:
             self._posters[gpu].post(pin)
@@ -139,7 +140,7 @@ class PeerLinks:
         if gpu in self._posters:
             self._posters[gpu].post(m.PeerUnpin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket))
 
-    # --- what others say
+    # --- messages of others
 
     def heard(self, message: Message, fds: list[int]) -> None:
         """A packet of another executor; takes the descriptors that it uses."""
@@ -156,13 +157,13 @@ class PeerLinks:
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
                 owner.leases.wakes.peer_answered(message.ticket, message.extents)
             case m.PeerPinned():
-                owner.leases.wakes.peer_answered(message.ticket)  # the memory that we have is not what it speaks of
+                owner.leases.wakes.peer_answered(message.ticket)  # the memory that we have is not the one that it means
             case m.PeerUnpin():
                 self._forget(owner.leases.lending.unpin(message))
 
     def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
-        """Part of another's memory; readable once all is here. What was on its way from one that died may come after
-        the news of its death, or between the parts of its successor's.
+        """Part of another's memory; readable once all is here. Parts from one that died may come after the news of its
+        death, or between the parts of its successor's.
         """
         gpu, epoch = message.gpu, message.epoch
         if epoch <= self._lost.get(gpu, 0) or epoch < self._readable.get(gpu, 0):

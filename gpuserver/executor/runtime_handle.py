@@ -1,4 +1,4 @@
-"""One runtime as its executor has it: a process, or what waits for one. And what all of them need of the executor."""
+"""One runtime as its executor sees it: a process, or messages that wait for one; and its interface to the executor."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ Connection = PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime]
 
 
 class RuntimeHost(Protocol):
-    """Who has runtimes: the executor."""
+    """The owner of runtimes: the executor."""
 
     loop: asyncio.AbstractEventLoop
     log: Any
@@ -29,7 +29,7 @@ class RuntimeHost(Protocol):
 
 @dataclass(eq=False)
 class Runtime:
-    """One process, or what waits for it to be there."""
+    """One process, or the messages that wait for it to be there."""
 
     number: int
     name: str

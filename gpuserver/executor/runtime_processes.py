@@ -1,10 +1,10 @@
-"""The processes of runtimes: forked blank when they are first needed, sent what they take between two steps, ended by
-their descriptor.
+"""The processes of runtimes: forked blank when they are first needed, sent messages between two steps, ended by their
+descriptor.
 
-That one is dead is known from its pidfd, not from its socket: as long as it lives, it may have memory mapped. On a real
+A process is known to be dead by its pidfd, not by its socket: as long as it lives, it may have memory mapped. On a real
 GPU each has a context, beside the pool. When there is no room for one more, processes in which nobody has a lease end
-first, those that were used longest ago before others; where there are none, CUDA says what it can do. What they say and
-are told is not looked at here.
+first, those that were used longest ago before others; where there are none, CUDA decides whether it can have one. The
+messages of runtimes are not inspected here.
 """
 
 import os
@@ -78,7 +78,7 @@ class RuntimeProcesses:
         connection: Connection = PacketSocket(ours, m.RuntimeToExecutor)
         runtime = self.by_name[name] = Runtime(self._numbers, name, connection, self._uid(instance_uids))
         self.living.append(runtime)
-        # One that has hung up says nothing any more; it may live.
+        # One that has hung up sends nothing any more; it may live.
         connection.serve(lambda message, fds: self._on_said(runtime, message, fds), lambda: self.kill(runtime))
         spawn = m.SpawnRuntime(
             number=runtime.number,
@@ -94,10 +94,10 @@ class RuntimeProcesses:
         return runtime
 
     def _zygote_gone(self) -> None:
-        """All that it has forked die with it; what waits for room it has not forked."""
+        """All that it has forked die with it; those that wait for room it has not forked."""
         forked = [each for each in self.living if each not in self._unforked]
         for runtime in forked:
-            self.kill(runtime)  # so that what waits, waits for its room
+            self.kill(runtime)  # so that pending ones wait for its room
         for runtime in forked:
             if runtime.pidfd < 0:
                 self._bury(runtime)
@@ -116,7 +116,7 @@ class RuntimeProcesses:
         return not there or (there + 1) * self._device.context_nbytes <= self._device.beside_nbytes
 
     def _fork(self) -> None:
-        """What is to be, if its context has room. When one has ended that makes room, this is looked at again."""
+        """Fork the pending runtimes whose contexts have room. Called again when one has ended and made room."""
         while self._unforked:
             there = [each for each in self.living if each not in self._unforked]
             if not self._fits(len(there)):

@@ -1,5 +1,5 @@
-"""The process that forks runtimes, as its executor has it: started when it is first needed, and again when it has died.
-All that it has forked dies with it.
+"""The process that forks runtimes, as its executor sees it: started when it is first needed, and again when it has
+died. All that it has forked dies with it.
 """
 
 import os
@@ -23,8 +23,8 @@ ENVIRONMENT: Final = {
 
 
 class RuntimeZygote:
-    """``spawned(number, pidfd)`` is told of each runtime and owns the descriptor; ``gone()`` that all are. ``cuda``:
-    runtimes have a CUDA device.
+    """``spawned(number, pidfd)`` is called for each runtime and owns the descriptor; ``gone()`` once all are gone.
+    ``cuda``: runtimes have a CUDA device.
     """
 
     def __init__(self, spawned: Callable[[int, int], None], gone: Callable[[], None], cuda: bool = False) -> None:

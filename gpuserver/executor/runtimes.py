@@ -1,8 +1,8 @@
-"""The runtimes of one GPU: what they say goes to the leases, and what they and their instances say to each other passes
-through here unread.
+"""The runtimes of one GPU: their messages go to the leases; messages between them and their instances pass through here
+unread.
 
 On the executor's thread. A runtime serves the instances of one group (leases/runtimes.py), or one instance, until all
-of them are gone, and never others. How its process begins and ends is in runtime_processes.py.
+of them are gone, and never others. The start and end of its process are in runtime_processes.py.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ UIDS: Final = 1024
 """For the runtimes of one executor: no two that live on a node have the same."""
 
 MAKES: Final = (m.TurnBegins, m.GranulesGiven, m.SegmentsCame, m.SeatGiven)
-"""What a runtime is needed for; all else is only for one that there is."""
+"""Messages that need a runtime; all others are only for one that exists."""
 
 ANSWERS: Final[dict[type[Any], type[Any]]] = {
     m.TurnEnds: m.TurnGivenBack,
@@ -34,10 +34,11 @@ ANSWERS: Final[dict[type[Any], type[Any]]] = {
     m.KvReclaim: m.KvReturned,
     m.MemberLeaves: m.MemberLeft,
 }
-"""What a runtime owes within a bound: its turn, its seat, memory. One that does not give it is ended."""
+"""Replies that a runtime owes within a bound: its turn, its seat, memory. A runtime that does not give them is ended.
+"""
 
 INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
-"""Of a message from an instance: with what is around it, it fits a packet."""
+"""Of a message from an instance: with its envelope, it fits a packet."""
 
 
 class Runtimes:
@@ -103,11 +104,11 @@ class Runtimes:
     # --- leases
 
     def _of(self, serial: int) -> Runtime | None:
-        """Which one computes for this lease."""
+        """The runtime that computes for this lease."""
         return next((each for each in self.processes.by_name.values() if serial in each.serials), None)
 
     def tell(self, serial: int, instance: str, name: str, message: m.ExecutorToRuntime) -> None:
-        """What the leases say to the runtime of this name, about this lease."""
+        """Send a message of the leases about this lease to the runtime of this name."""
         runtime = self.processes.by_name.get(name)
         if isinstance(message, m.MemberLeaves):
             if runtime is not None and serial in runtime.serials:
@@ -167,7 +168,7 @@ class Runtimes:
             self.processes.send(runtime, m.GranulesGiven(granules=granules, writable=message.writable), fds)
 
     def lease_over(self, serial: int) -> None:
-        """Its instance is told, if it was a runtime's, or was to be one's."""
+        """Notify its instance, if it was a runtime's, or was to be one's."""
         instance = self._ahead.over(serial, self._leases.pop(serial, None))
         if instance is not None:
             self._answer(instance, m.SeatOver(serial=serial))

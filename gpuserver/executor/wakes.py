@@ -1,7 +1,8 @@
-"""Carries out what wakes decide (wake.py): sends their questions, begins their copies, tells the compute thread.
+"""Carries out the decisions of wakes (wake.py): sends their questions, begins their copies, notifies the compute
+thread.
 
 On the executor's thread, so that neither an answer nor another GPU waits for a kernel. Copies are done on the copy
-thread, which posts that here. What the compute thread orders of wakes, and what they ask of other GPUs, comes first.
+thread, which posts that here. Orders of the compute thread to wakes, and their questions to other GPUs, come first.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from dormouse.schemas import messages as m
 
 
 class Recipients(Protocol):
-    """Whom effects are for, of wakes and of leases."""
+    """The recipients of effects, of wakes and of leases."""
 
     def to_controller(self, message: m.ExecutorToController) -> None: ...
 
@@ -36,7 +37,7 @@ class Recipients(Protocol):
     def take_back(self, loan: Loan) -> None: ...
 
     def expel(self, instance: str, text: str, story: str) -> None:
-        """Close its endpoint, and tell the controller."""
+        """Close its endpoint, and notify the controller."""
 
     def to_runtime(self, serial: int, instance: str, runtime: str, message: m.ExecutorToRuntime) -> None:
         """The runtime that computes for this instance, under this lease."""
@@ -52,8 +53,8 @@ class Recipients(Protocol):
 
 
 class BeginWake(Struct, frozen=True, gc=False):
-    """Bring what is missing, ``(segment, offset in the pool, nbytes)`` in the order in which it is wanted, and say on
-    the board how that goes. ``after``: the point on the compute stream after which the pool is as it has to be.
+    """Bring missing segments, ``(segment, offset in the pool, nbytes)`` in the order in which they are wanted, and
+    report progress on the board. ``after``: the point on the compute stream after which the pool is as it has to be.
     ``ahead``: for no lease; nobody waits at the board.
     """
 
@@ -92,7 +93,7 @@ class _Wake:
 
 
 class Wakes:
-    """Of one GPU, by lease. ``tell`` is called with what the leases are to know."""
+    """Of one GPU, by lease. ``tell`` is called with events for the leases."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Wakes:
         self._stopped: set[int] = set()  # preloads that were given up before they began
         self._numbers = itertools.count(1, 2)  # write-backs have the even ones
 
-    # --- what the compute thread says
+    # --- orders of the compute thread
 
     def handle(self, effect: BeginWake | StopWake | WakeOver) -> None:
         match effect:
@@ -159,7 +160,7 @@ class Wakes:
         self._perform(wake, wake.decides.over())
         self._tell(e.Brought(serial, e.WakeRemains(there, lost, sources)))
 
-    # --- what others answer, and what the controller says
+    # --- answers of others, and messages of the controller
 
     def fetched(self, fetched: m.Fetched) -> None:
         """The store's answer. Its slabs are mapped."""
@@ -171,7 +172,7 @@ class Wakes:
             self._perform(wake, wake.decides.fetch_failed(failed.ticket, failed.text, failed.damaged))
 
     def peer_answered(self, ticket: int, extents: Sequence[tuple[int, Sequence[tuple[int, int]]]] = ()) -> None:
-        """What another GPU has: nothing, if it does not answer."""
+        """The segments that another GPU has: none, if it does not answer."""
         if (wake := self._tickets.get(ticket)) is not None:
             self._perform(wake, wake.decides.peer_answered(ticket, extents))
 
@@ -231,6 +232,6 @@ class Wakes:
 
     def _copied(self, wake: _Wake, number: int, owners: list[int]) -> None:
         if wake.begun.ahead and wake.begun.serial not in self._wakes:
-            return  # it was given up, and what has come by then is known
+            return  # it was given up, and the segments that had come are known
         self._tell(e.Came(wake.begun.serial, owners))
         self._perform(wake, wake.decides.copied(number))

@@ -36,8 +36,8 @@ def swapped(own: Own) -> Iterator[None]:
 
 
 class Places(Generic[T]):
-    """Where the kernels find the parameters of what they compute as a whole: the base's, and by number those of
-    adapters that have some of their own there.
+    """The parameters of modules that the kernels compute as a whole: the base's, and by number those of adapters that
+    have some of their own there.
     """
 
     def __init__(self, found: Callable[[], T]) -> None:
@@ -46,7 +46,7 @@ class Places(Generic[T]):
         self.own: dict[int, tuple[Own, T]] = {}
 
     def bind(self) -> None:
-        """The base's are where they will be, and so is what adapters change of products."""
+        """The base's are in place, and so are adapters' changes to products."""
         self._base = self._found()
         for number, (own, _) in list(self.own.items()):
             self.put(number, own)
@@ -62,7 +62,7 @@ class Places(Generic[T]):
 
 class AdaptedModule:
     """``forward`` of one module, which was ``plain``. ``head``: it is asked for the tokens whose logits are wanted
-    only. ``adds``: what adapters add is not done by ``plain``. ``own``: by number.
+    only. ``adds``: ``plain`` does not do the additions of adapters. ``own``: by number.
     """
 
     def __init__(

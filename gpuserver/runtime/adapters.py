@@ -1,8 +1,8 @@
 """The adapters of a runtime (LoRA). Nothing is merged into weights, which others share.
 
-An adapter has a number, and a step says of each of its tokens whose number it is. Where a row's adapter adds to a
-product, or has a bias of its own there, the C++ kernels do that beside the others' rows (lora.h). All else is
-adapted.py's: what has other parameters of its own is computed for the rows of this adapter apart.
+An adapter has a number, and a step has the number of each token's adapter. Where a row's adapter adds to a product, or
+has a bias of its own there, the C++ kernels do that beside the others' rows (lora.h). The rest is in adapted.py:
+modules of which an adapter has other parameters of its own are computed separately for its rows.
 """
 
 import itertools
@@ -27,7 +27,7 @@ TABLE: Final = 16
 """Entries of each table at first: enough for most runtimes."""
 
 WORD_NBYTES: Final = 16
-"""What a GPU reads at once."""
+"""Bytes that a GPU reads at once."""
 
 Replaced = Mapping[str, torch.Tensor]
 """Parameters of an adapter in place of the base's, by their names there."""
@@ -41,12 +41,12 @@ class Adapters:
         self._native = isinstance(attention.backend, NativeBackend)
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self._shapes = {name: each.shape for name, each in model.named_parameters(remove_duplicate=False)}
-        self._wholes: dict[nn.Module, nn.Module] = {}  # by module inside: what is computed at once
+        self._wholes: dict[nn.Module, nn.Module] = {}  # by module inside: the one that is computed at once
         for module in model.modules():
             if isinstance(module.forward, layers.WHOLE):
                 self._wholes.update(dict.fromkeys(module.modules(), module))
         self._salts: dict[int, bytes] = {}  # by number
-        self._bound: dict[int, list[Callable[[], object]]] = {}  # what takes it away again
+        self._bound: dict[int, list[Callable[[], object]]] = {}  # functions that take it away again
         self._ranks: dict[int, int] = {}  # the largest of each that is bound
         self._apart: set[int] = set()  # some of their rows are computed by themselves
         self._ragged: set[int] = set()  # some of their tensors begin anywhere
@@ -84,7 +84,7 @@ class Adapters:
         undo = self._bound[number] = []
         before = len(self._tables), self._size
         self._make_room(number)
-        own: dict[nn.Module, dict[tuple[nn.Module, str], nn.Parameter]] = {}  # by what is called
+        own: dict[nn.Module, dict[tuple[nn.Module, str], nn.Parameter]] = {}  # by the module that is called
         for name, low in adds.items():
             module = self._modules[name]
             self._table(module, number).put(number, low)

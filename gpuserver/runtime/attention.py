@@ -1,7 +1,7 @@
 """Attention over the block table, as `transformers` calls it, for a step that has tokens of many sequences in one row.
 
 Keys and values of the step's tokens are written to their blocks first, in each layer. Then each token sees those of its
-sequence up to itself. How that is computed is a backend's (backends/), chosen by the device that the memory is of.
+sequence up to itself. A backend (backends/), chosen by the device of the memory, computes that.
 """
 
 import importlib.util
@@ -34,8 +34,8 @@ def backend_for(layout: KvLayout, memory: torch.Tensor) -> AttentionBackend:
 
 
 class BlockAttention:
-    """Of one runtime. ``memory``: all of the address space that blocks can lie in, one-dimensional; only what blocks
-    have is ever touched.
+    """Of one runtime. ``memory``: all of the address space that blocks can lie in, one-dimensional; only the memory of
+    blocks is ever touched.
     """
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor, backend: AttentionBackend | None = None) -> None:

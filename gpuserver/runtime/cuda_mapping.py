@@ -1,8 +1,8 @@
 """The pool's address space on a CUDA device as a runtime sees it: granules of the driver, imported by descriptor and
 put at the pool's own offsets.
 
-A descriptor of CUDA carries no right: who imports it grants its own access. Weights are granted for reading only, so
-that a kernel that writes to them ends its runtime; this stops errors, not attackers, and no user code runs here.
+A descriptor of CUDA carries no right: the importer grants its own access. Weights are granted for reading only, so that
+a kernel that writes to them ends its runtime; this stops errors, not attackers, and no user code runs here.
 """
 
 import os
@@ -23,7 +23,7 @@ from dormouse.schemas.errors import DormouseError
 
 
 def kernel_cache(parent: Path) -> Path:
-    """Where this user's kernels are kept once they are compiled; nobody else can have put anything there."""
+    """The directory of this user's compiled kernels; nobody else can have put anything there."""
     directory = parent / f"dormouse-kernels-{os.getuid()}"
     with suppress(FileExistsError):
         directory.mkdir(0o700)

@@ -61,7 +61,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a step has made of a sequence. ``finish``: "stop" or "length" with its last token, else ""."""
+    """The result of a step for a sequence. ``finish``: "stop" or "length" with its last token, else ""."""
 
     number: int
     chosen: Chosen
@@ -149,7 +149,7 @@ class Engine:
     def bind(
         self, number: int, adds: Mapping[str, LowRank], replaced: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> None:
-        """The tensors of this adapter have come: what it adds, by module, and its own parameters, by name. Raises
+        """The tensors of this adapter have come: its additions, by module, and its own parameters, by name. Raises
         ConfigError.
         """
         self.adapters.bind(number, adds, replaced)
@@ -170,7 +170,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Made] | None:
-        """Compute one; None if nothing could be. Where it raises, BadLogits or what modules do, nothing has changed but
+        """Compute one; None if nothing could be. If it raises, BadLogits or errors of modules, nothing has changed but
         ``step_work``.
         """
         parts = self.batch.plan(self._grow, time.perf_counter())

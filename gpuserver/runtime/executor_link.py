@@ -1,4 +1,4 @@
-"""A runtime's connection to its executor: what is heard waits in order; memory that is given is mapped at once."""
+"""A runtime's connection to its executor: received messages wait in order; memory that is given is mapped at once."""
 
 import math
 import select
@@ -65,21 +65,21 @@ class ExecutorLink:
             message = self.wait_for(m.KvGiven, m.MemberLeaves)
             if isinstance(message, m.KvGiven):
                 return message
-            void = m.SeatGiven if message.stays else (m.SeatGiven, m.ForRuntime)  # what came of it before it left
+            void = m.SeatGiven if message.stays else (m.SeatGiven, m.ForRuntime)  # messages from before it left
             mine = [each for each in self.heard if isinstance(each, void) and each.serial == message.serial]
             for each in mine:
                 self.heard.remove(each)
             self.leaves(message)
 
     def wait_for(self, *kinds: type[Any], late: m.RuntimeToExecutor | None = None) -> Any:
-        """The next message of these kinds; others wait, but for KvReclaim. ``late`` is said if it does not come soon.
+        """The next message of these kinds; others wait, but for KvReclaim. ``late`` is sent if it does not come soon.
         Raises WeightsLost if none comes.
         """
         began_s = time.monotonic()
         end_s = began_s + SILENT_S
         while True:
             for message in list(self.heard):
-                if isinstance(message, m.KvReclaim):  # who asks may be what this waits for
+                if isinstance(message, m.KvReclaim):  # this may wait for the one that asks
                     self.heard.remove(message)
                     self.reclaim(message.nbytes)
                 elif isinstance(message, kinds):

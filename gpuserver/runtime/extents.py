@@ -47,7 +47,7 @@ class KvExtents:
         return bool(given)
 
     def give_back(self) -> None:
-        """What holds nothing, when there is nothing to do."""
+        """Give back empty extents, when there is nothing to do."""
         assert self.engine is not None
         extents = self.engine.blocks.returnable(1 << 30, keep_idle=True)
         for extent in extents:
@@ -65,7 +65,7 @@ class KvExtents:
 
     @property
     def idle(self) -> m.IdleKv:
-        """What could be given back."""
+        """The memory that could be given back."""
         if self.engine is None:
             return m.IdleKv(nbytes=0, recompute_us=0)
         blocks, layout = self.engine.blocks, self.engine.layout
@@ -74,8 +74,8 @@ class KvExtents:
         return m.IdleKv(nbytes=spare * layout.block_nbytes, recompute_us=self.cost.expected_us(contents))
 
     def reclaim(self, nbytes: int) -> None:
-        """Others need so much: what holds least goes first. May be called wherever this waits for its executor: blocks
-        that a step computes with are in tables.
+        """Others need so much: the extents that hold least go first. May be called wherever this waits for its
+        executor: blocks that a step computes with are in tables.
         """
         extents: list[int] = []
         if self.engine is not None:

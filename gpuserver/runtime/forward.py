@@ -17,7 +17,7 @@ from dormouse.gpuserver.runtime.tables import StepPart
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model is given, a number for each token of the step: ``kept`` are rows whose logits are wanted."""
+    """Inputs of the model, a number for each token of the step: ``kept`` are rows whose logits are wanted."""
 
     parts: Sequence[StepPart]
     tokens: Sequence[int]
@@ -64,7 +64,9 @@ class Forward:
     def begun(
         self, given: StepInputs, pack: Pack, *more: Sequence[int]
     ) -> Iterator[tuple[Callable[[torch.Tensor | None], torch.Tensor], Sequence[torch.Tensor]]]:
-        """A step is under way: what computes it, its logits where it is told, and ``more`` numbers on the device."""
+        """A step is under way: a function that computes its logits, into a given tensor if any, and ``more`` numbers on
+        the device.
+        """
         inputs = given.tokens, given.positions, given.kept, *more
         tokens, positions, kept, *others = self.attention.begin(given.parts, inputs, pack)
 

@@ -1,7 +1,7 @@
 """Cuts a step's rows into those of adapters that have parameters of their own, and all others.
 
-A module, or a whole layer, computes each group as if it were a step of its own. What a row is does not depend on who
-else is in its step, so this changes nothing but the time.
+A module, or a whole layer, computes each group as if it were a step of its own. A row does not depend on the other rows
+of its step, so this changes nothing but the time.
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +24,7 @@ def rows_of(attention: BlockAttention) -> AdapterRows | None:
 
 
 def concerned(attention: BlockAttention, own: Collection[int]) -> frozenset[int]:
-    """Which of these adapters have rows in the step."""
+    """Those of these adapters that have rows in the step."""
     if not own or (rows := rows_of(attention)) is None:
         return frozenset()
     return rows.numbers.intersection(own)

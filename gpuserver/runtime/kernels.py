@@ -16,8 +16,8 @@ from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("kernels.cpp")
 _MATHEMATICS: Final = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-"""No -ffast-math: the kernels say themselves in which order they add and where they round, so that no result depends on
-the batch; and a library that is linked with it makes its whole process take subnormal numbers for zero.
+"""No -ffast-math: the kernels themselves fix the order of additions and the places of rounding, so that no result
+depends on the batch; and a library that is linked with it makes its whole process take subnormal numbers for zero.
 """
 
 FLAGS: Final = ("-std=c++20", "-O3", "-fopenmp", *_MATHEMATICS, "-shared", "-fPIC")
@@ -48,7 +48,7 @@ class NativeShape(ctypes.Structure):
 
 
 class NativeLora(ctypes.Structure):
-    """What an adapter changes of a product."""
+    """The changes of an adapter to a product."""
 
     _fields_ = (*((name, _pointer) for name in ("a", "b", "added", "bias")), ("rank", _number), ("scale", _single))
 
@@ -119,7 +119,7 @@ def opened(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """None where they cannot be built: torch does it then, some times slower, and stderr says why. Loaded once: a
+    """None where they cannot be built: torch does it then, some times slower, and stderr has the reason. Loaded once: a
     runtime has it from the process that forked it, whose files it may not read.
     """
     try:

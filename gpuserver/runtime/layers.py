@@ -1,7 +1,7 @@
 """Puts the C++ kernels into a model's module tree, which stays that of ``transformers``.
 
-A decoder layer of the gated families is one call. Elsewhere linear layers, gated MLPs and norms are (leaves.py). What
-does not fit stays as it is. Knows no weights before they are bound.
+A decoder layer of the gated families is one call. Elsewhere linear layers, gated MLPs and norms are (leaves.py).
+Modules that do not fit stay as they are. Knows no weights before they are bound.
 """
 
 import ctypes
@@ -128,6 +128,6 @@ def bound(model: nn.Module) -> None:
 
 
 def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """What is called as one, and the parameters that must be there by then."""
+    """Modules that are called as one, and the parameters that must be there by then."""
     for module in model.modules():
         yield module, list(module.parameters(recurse=isinstance(module.forward, WHOLE)))

@@ -19,7 +19,7 @@ from dormouse.gpuserver.runtime.groups import by_group, concerned, rows_of
 from dormouse.gpuserver.runtime.low_rank import table_of
 
 _ROTARY: Final = "apply_rotary_pos_emb"
-"""What all families call theirs."""
+"""The name of that function in all families."""
 
 
 class NativeLinear:
@@ -176,7 +176,7 @@ def rotating(
 
 
 def pointers(linears: Mapping[str, nn.Linear]) -> dict[str, int | None]:
-    """Where their weights and biases are, and what adapters add, as the kernels' structures name them."""
+    """Addresses of their weights and biases, and of adapters' additions, as the kernels' structures name them."""
     found: dict[str, int | None] = {}
     for name, linear in linears.items():
         assert linear.weight.is_contiguous()

@@ -1,5 +1,5 @@
-"""What adapters add to linear layers and embeddings (LoRA): a low-rank product for each row, by the number of the row's
-adapter.
+"""Additions of adapters to linear layers and embeddings (LoRA): a low-rank product for each row, by the number of the
+row's adapter.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,14 +35,14 @@ class LowRank(NamedTuple):
         return len(self.up)
 
     def of(self, given: torch.Tensor) -> torch.Tensor:
-        """What is added to what a module makes of this: rows, or tokens."""
+        """The addition to a module's output for this input: rows, or tokens."""
         low = given @ self.down.T if given.is_floating_point() else F.embedding(given, self.down)
         found = low @ self.up
         return (found if self.bias is None else found + self.bias) * self.scale
 
 
 class Table:
-    """What adapters change of one product, by their numbers."""
+    """The changes of adapters to one product, by their numbers."""
 
     def __init__(self, size: int) -> None:
         self.by_number: dict[int, LowRank] = {}
@@ -56,7 +56,7 @@ class Table:
             self.native = (kernels.NativeLora * size)(*self.native)
 
     def put(self, number: int, low: LowRank) -> None:
-        """What one adds."""
+        """The addition of one adapter."""
         self.version += 1
         self.by_number[number] = low
         entry = self.native[number]
@@ -111,7 +111,7 @@ class AdapterRows:
         return self.kept if kept else self.tokens
 
     def rows(self, numbers: Collection[int], kept: bool) -> list[int]:
-        """Which rows are those of these adapters."""
+        """The rows of these adapters."""
         return [row for row, number in enumerate(self.owners[kept]) if number in numbers]
 
     def at(self, numbers: Sequence[int] | frozenset[int], kept: bool) -> torch.Tensor:
@@ -147,7 +147,7 @@ def pieces_of(owners: Sequence[int], most: int) -> list[list[int]]:
 
 
 def add_each(table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
-    """What adapters add to ``out``, a row for each of ``given``, by torch."""
+    """The additions of adapters to ``out``, a row for each of ``given``, by torch."""
     for number in sorted(rows.numbers.intersection(table.by_number)):
         at = rows.at([number], head)
         out[at] += table.by_number[number].of(given[at]).to(out.dtype)

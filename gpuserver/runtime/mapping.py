@@ -1,6 +1,6 @@
 """The pool's address space as a runtime sees it: granules of its memory at the pool's own offsets, nothing else.
 
-What is mapped for reading cannot be written: a kernel that tries ends its runtime, and nobody else.
+Memory that is mapped for reading cannot be written: a kernel that tries ends its runtime, and no other.
 """
 
 import ctypes
@@ -29,25 +29,25 @@ class PoolMapping(Protocol):
     device: torch.device
 
     def map(self, granules: Sequence[m.GranuleAt], fds: Sequence[int], writable: bool) -> None:
-        """A descriptor for each. What can be written already stays so. Raises DormouseError."""
+        """A descriptor for each. Granules that are writable already stay so. Raises DormouseError."""
 
     def keep_written(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Of what can be written, only what these ``(offset, nbytes)`` touch stays mapped."""
+        """Of writable granules, only those that these ``(offset, nbytes)`` touch stay mapped."""
 
     def unmap(self, offsets: Sequence[int]) -> None:
-        """What is mapped at these, if anything is, and can only be read, is mapped no more."""
+        """Unmap the read-only granules at these offsets, if there are any."""
 
     def clear(self) -> None:
         """Nothing is mapped any more."""
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of the address space, one-dimensional: only what is mapped may be touched."""
+        """All of the address space, one-dimensional: only mapped parts may be touched."""
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements from ``offset`` bytes on. Raises ValueError outside."""
 
     def settle(self) -> None:
-        """Wait until the device has computed what it was given."""
+        """Wait until the device has finished its work."""
 
 
 class HostMapping:

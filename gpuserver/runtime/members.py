@@ -1,7 +1,7 @@
-"""Whom a runtime computes for: instances by their leases, each with its model and its sequences. Pure.
+"""The members of a runtime: instances by their leases, each with its model and its sequences. Pure.
 
-Instances are not trusted, and those of one runtime not by each other. Each numbers its sequences as it likes; here they
-have numbers of the engine, in order of arrival, and an instance can only name its own.
+Instances are not trusted, and those of one runtime do not trust each other. Each numbers its sequences as it likes;
+here they have numbers of the engine, in order of arrival, and an instance can only name its own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ PACKET_TOKENS: Final = 256
 """Tokens in one packet to the instance, at most."""
 
 Places = dict[str, tuple[int, list[int]]]
-"""Where weights lie in the pool's address space, and their shapes, by name."""
+"""Places of weights in the pool's address space, and their shapes, by name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class Member:
 
     @property
     def base_weights(self) -> dict[str, m.WeightAt]:
-        """What it shares with other members."""
+        """The weights that it shares with other members."""
         own = self.adapters_weights
         return {name: weight for name, weight in self.weights.items() if name not in own}
 
@@ -107,7 +107,7 @@ class Members:
         return [serial for serial, member in self.by_serial.items() if member.numbers]
 
     def owner(self, number: int) -> tuple[Member, int]:
-        """Whose sequence it is, and its number there."""
+        """The member that has the sequence, and its number there."""
         return self._owners[number]
 
     def end(self, number: int) -> None:
@@ -116,15 +116,15 @@ class Members:
             del owner[0].numbers[owner[1]]
 
     def packets(self, made: Iterable[Made], begun: Mapping[int, SequenceBegun]) -> Iterator[tuple[int, m.Tokens]]:
-        """What a step has made, each with the lease whose instance is to hear it. ``begun``: sequences that have their
-        first token, by the engine's number.
+        """The results of a step as packets, each with the lease of the instance that receives it. ``begun``: sequences
+        that have their first token, by the engine's number.
         """
         for serial, theirs in self.sorted(made).items():
             for start in range(0, len(theirs), PACKET_TOKENS):
                 yield serial, _tokens_of(theirs[start : start + PACKET_TOKENS], begun)
 
     def sorted(self, made: Iterable[Made]) -> dict[int, list[tuple[int, Made]]]:
-        """What a step has made, by lease, each with its owner's number."""
+        """The results of a step, by lease, each with its owner's number."""
         found: dict[int, list[tuple[int, Made]]] = {}
         for each in made:
             member, own = self._owners[each.number]

@@ -30,12 +30,12 @@ def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> P
     """
     spec.check()
     name = f"dormouse-{next(_numbers)}"
-    AttentionInterface.register(name, attention)  # one without a mask: who sees whom is in the block tables
+    AttentionInterface.register(name, attention)  # one without a mask: visibility is in the block tables
     config = AutoConfig.for_model(spec.family, **spec.config)
     with parameters_on_meta():
         made: Any = AutoModelForCausalLM
         model: PreTrainedModel = made.from_config(config, attn_implementation=name, dtype=DTYPES[spec.dtype])
-    model.tie_weights()  # what is tied was put to meta apart
+    model.tie_weights()  # tied parameters were put to meta apart
     for module in model.modules():
         module.training = False
         for each, buffer in list(module.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""Numbers of a step, on their way to the device."""
+"""Transfer of a step's numbers to the device."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
@@ -26,8 +26,8 @@ def packed(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
 
 
 class FixedColumns:
-    """Where the numbers of steps are on the device, at the same place each time: columns that are filled up with zeros,
-    but the first one with NOWHERE, and free ones, each with ``room``.
+    """The places of steps' numbers on the device, the same each time: columns that are filled up with zeros, but the
+    first one with NOWHERE, and free ones, each with ``room``.
     """
 
     def __init__(self, device: torch.device, most: Sequence[int], room: int) -> None:

@@ -1,7 +1,7 @@
-"""A runtime's main loop: hears its executor and, through it, its instances; computes a step while it has a turn.
+"""A runtime's main loop: receives from its executor and, through it, its instances; computes steps during its turns.
 
-It owns one socket (executor_link.py) and its mappings of the pool's memory (mapping.py). One thread: what it hears is
-heard between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
+It owns one socket (executor_link.py) and its mappings of the pool's memory (mapping.py). One thread: messages are
+received between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
 """
 
 import socket
@@ -114,7 +114,7 @@ class RuntimeProcess:
         (self._unseat if message.stays else self._dismiss)(message.serial)
         if message.granules:
             self._mapping.unmap(message.granules)
-        if message.granules or message.stays:  # no step reads any more what it had
+        if message.granules or message.stays:  # no step reads its memory any more
             self._link.say(m.MemberLeft(serial=message.serial))
         self._sequences.tell_load()
 
@@ -159,7 +159,7 @@ class RuntimeProcess:
                 self._sequences.heard(member, message)
 
     def _dismiss(self, serial: int, keep_seat: bool = False) -> None:
-        """Nothing more is computed for it. What it has bound stays: others have the same."""
+        """Nothing more is computed for it. Weights that it has bound stay: others have the same."""
         if not keep_seat:
             self._forget_seat(serial)
         member = self._members.by_serial.get(serial)
@@ -180,7 +180,7 @@ class RuntimeProcess:
             self._engine.unbind(member.number)
 
     def _forget_seat(self, serial: int) -> None:
-        """Of what only that had, nothing is told any more."""
+        """Segments that only that seat had are no longer missing."""
         self._seats.pop(serial, None)
         others = {each.segment for seat in self._seats.values() for each in seat.storages}
         self._bound.missing.intersection_update(others)
@@ -244,7 +244,7 @@ class RuntimeProcess:
         stepped = self._stepped(began_s, self._kv.idle)
         self._link.hear(block=False)
         ends = self._turn.over_by(self._link.heard)
-        if ends:  # first: whoever has the next turn computes while this is told
+        if ends:  # first: whoever has the next turn computes while this is reported
             self._give_turn_back(stepped)
         self._sequences.tell_made(made, firsts)
         if not ends:
@@ -254,7 +254,7 @@ class RuntimeProcess:
     def _stepped(self, began_s: float, idle: m.IdleKv | None = None) -> m.Stepped:
         assert self._engine is not None
         took_s = time.perf_counter() - began_s
-        offered_s = self._bound.offered_s - self._offered_s  # whoever has computed then, says so itself
+        offered_s = self._bound.offered_s - self._offered_s  # whoever has computed then reports it itself
         busy_us = max(1, int((took_s - offered_s) * 1e6))
         shares = step_shares(self._engine.step_work, self._engine.batch.running)
         return m.Stepped(busy_us=busy_us, idle=idle, shares=shares)

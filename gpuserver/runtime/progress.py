@@ -1,5 +1,4 @@
-"""What a runtime tells of its work: how long sequences wait for their first token, how much there is to do, and what
-steps take.
+"""Reports of a runtime on its work: the waits of sequences for their first token, outstanding work, and times of steps.
 
 It measures durations and counts; it changes nothing.
 """
@@ -19,7 +18,7 @@ from dormouse.schemas import messages as m
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 TELL_S: Final = 0.25
-"""Between two tellings of the load while it computes."""
+"""Between two reports of the load while it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class StepProgress:
         self._told: m.LoadChanged | None = None
         self._told_s = 0.0
         self._timer = StepTimer(STEP_TOKENS)
-        self._times: m.StepTimes | None = None  # as told
-        self._prompts_told = False  # what was due last had some
+        self._times: m.StepTimes | None = None  # as reported
+        self._prompts_told = False  # the last report of due work had some
 
     # --- first tokens
 
@@ -72,7 +71,7 @@ class StepProgress:
     def stepped(
         self, began_s: float, waited_s: float, room_s: float, engine: Engine, made: list[Made]
     ) -> list[SequenceBegun]:
-        """A step that began then and has waited so long for weights, and for room for KV. Returns what is known of
+        """A step that began then and has waited so long for weights, and for room for KV. Returns the facts of
         sequences that have their first token by it.
         """
         now_s = time.perf_counter()
@@ -92,16 +91,16 @@ class StepProgress:
 
     @property
     def times(self) -> m.StepTimes | None:
-        """What steps take, as far as is known."""
+        """The times of steps, as far as known."""
         return self._timer.times
 
     @property
     def news(self) -> bool:
-        """Whether there are prompts, and there were none in what was told to be due."""
+        """Whether there are prompts, and there were none in the last report of due work."""
         return not self._prompts_told and any(not wait.sequence.gathers for wait in self._waits.values())
 
     def due(self, engine: Engine, deadlines: Deadlines) -> m.StepsDue:
-        """What there is to compute."""
+        """The outstanding work."""
         now_s, prompts = time.perf_counter(), dict[int, m.PromptsDue]()
         for wait in self._waits.values():
             if wait.sequence.gathers:
@@ -118,7 +117,7 @@ class StepProgress:
     # --- the load
 
     def load(self, engine: Engine, busy: list[int], gathered: Mapping[str, int] = NOTHING) -> m.LoadChanged | None:
-        """If it is time to tell it: often only while there are steps, each of which asks again."""
+        """If it is time to report it: often only while there are steps, each of which asks again."""
         now_s = time.perf_counter()
         told = [] if self._told is None else self._told.busy
         if engine.batch.running and busy == told and now_s < self._told_s + TELL_S:

@@ -1,4 +1,4 @@
-"""What modules of `transformers` compute, seen by trying them.
+"""The functions that modules of `transformers` compute, recognised by trying them.
 
 Families have classes of their own for the same mathematics. So a copy with small random weights is compared with the
 formula; a name says nothing.
@@ -35,7 +35,7 @@ def norm(module: nn.Module) -> tuple[float, float] | None:
     if weight is None or weight.ndim != 1 or not isinstance(epsilon, float) or not alone:
         return None
     given, weights = _random(3, len(weight)), _random(len(weight))
-    given[0] *= epsilon  # so that a row shows what is done with it
+    given[0] *= epsilon  # so that a row shows its effect
     small = copy.copy(module)
     small._parameters = {"weight": nn.Parameter(weights, requires_grad=False)}
     found = _tried(small.forward, given)
@@ -78,7 +78,7 @@ def gated(module: nn.Module) -> str | None:
 
 @torch.inference_mode()
 def _tried(function: Callable[..., Any], *given: torch.Tensor, defaults: bool = False) -> Any:
-    """What it computes; None for one that wants other sizes, or can take more than this, unless by ``defaults``."""
+    """Its result; None for a function that wants other sizes, or can take more than this, unless by ``defaults``."""
     if not defaults and len(inspect.signature(function).parameters) != len(given):
         return None
     try:

@@ -1,5 +1,5 @@
-"""Chooses tokens from logits. The noise is a function of seed and position, so that a sequence goes on equally wherever
-and beside whomever it is computed.
+"""Chooses tokens from logits. The noise is a function of seed and position, so that a sequence goes on equally on any
+runtime and in any batch.
 """
 
 from collections import Counter
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 AT_ONCE: Final = 4 << 20
-"""Logits that are sorted at once on a GPU: what that takes beside them is some hundred MB."""
+"""Logits that are sorted at once on a GPU: that takes some hundred MB beside them."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence's tokens are chosen. ``temperature`` 0: the most probable one."""
+    """The choice of one sequence's tokens. ``temperature`` 0: the most probable one."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -26,16 +26,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float = 1.0
     bias: dict[int, float] = {}
     seed: int = 0
-    logprobs: int = -1  # so many of the most probable tokens are told; -1: none, not the chosen one either
+    logprobs: int = -1  # so many of the most probable tokens are reported; -1: none, not the chosen one either
 
     @property
     def plain(self) -> bool:
-        """The most probable token as the model says it."""
+        """The most probable token of the unchanged logits."""
         return self.temperature == 0 and not self.changes
 
     @property
     def only_samples(self) -> bool:
-        """By its temperature, from logits as they are, and tells nothing of them."""
+        """By its temperature, from logits as they are, and reports nothing of them."""
         return self.temperature > 0 and not self.changes and self.logprobs < 0
 
     @property
@@ -101,8 +101,8 @@ def _chosen(logits: torch.Tensor, sampling: Sampling, position: int) -> Chosen:
 
 
 def _changed(logits: torch.Tensor, sampling: Sampling, tokens: Sequence[int], prompt: int) -> torch.Tensor:
-    """By OpenAI's presence and frequency penalties (of what was made), Hugging Face's repetition penalty (of all), and
-    biases.
+    """By OpenAI's presence and frequency penalties (of generated tokens), Hugging Face's repetition penalty (of all),
+    and biases.
     """
     logits = logits.clone()
     if sampling.repetition_penalty != 1.0:
@@ -139,8 +139,8 @@ def _sampled(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
 
 
 def sampled_rows(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """What `choose` chooses for each row of these logits, on their device and with one wait for it: where nothing but a
-    token is asked for, by its temperature.
+    """The choices of `choose` for the rows of these logits, on their device and with one wait for it: where nothing but
+    a token is asked for, by its temperature.
     """
     most = max(1, AT_ONCE // logits.shape[-1])
     parts = [slice(start, start + most) for start in range(0, len(samplings), most)]
@@ -149,7 +149,7 @@ def sampled_rows(logits: torch.Tensor, samplings: Sequence[Sampling], positions:
 
 
 def _sampled_together(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    """As `_sampled`, with 0 for what is left out there."""
+    """As `_sampled`, with 0 for tokens that are left out there."""
     width, device = logits.shape[-1], logits.device
 
     def column(numbers: Iterable[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,7 +1,6 @@
-"""Sequences of a runtime's members: submitted, perhaps gathered, given to the engine, and told of until they are over.
+"""Sequences of a runtime's members: submitted, perhaps gathered, given to the engine, and reported until they are over.
 
-Owns which wait for others first, and what is wanted of them. When the engine computes is the turn's business
-(process.py).
+Decides which wait for others first, and owns their deadlines. The turn (process.py) decides when the engine computes.
 """
 
 import math
@@ -39,7 +38,7 @@ class MemberSequences:
     def _engine(self) -> Engine | None:
         return self._serving.engine
 
-    # --- what is to be computed
+    # --- sequences to be computed
 
     @property
     def due_s(self) -> float:
@@ -63,7 +62,7 @@ class MemberSequences:
             for number in self._gathering.take(time.perf_counter(), self._progress.times):
                 self._engine.join(number)
 
-    # --- what instances say
+    # --- messages of instances
 
     def heard(self, member: Member, message: m.Submit | m.Mask | m.Abort) -> None:
         match message:
@@ -99,7 +98,7 @@ class MemberSequences:
             sequence.gathers = self._gathering.add(number, member.serial, len(tokens), sequence.heard_s)
         self._engine.add(number, generation)
         self._progress.submitted(sequence)
-        if sequence.parked or sequence.gathers:  # no step tells of it
+        if sequence.parked or sequence.gathers:  # no step reports it
             self.tell_load()
 
     def _allow(self, number: int, position: int, bits: bytes) -> None:
@@ -122,7 +121,7 @@ class MemberSequences:
         if self._engine is not None:
             self._engine.remove(number)
 
-    # --- what is told
+    # --- reports
 
     def tell_load(self) -> None:
         if self._engine is None:

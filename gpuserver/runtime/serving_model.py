@@ -1,5 +1,5 @@
-"""The one model that a runtime computes: built when an instance has said all about it, bound to its memory where that
-lies. Members share it; each may have an adapter of its own.
+"""The one model that a runtime computes: built when an instance has described it completely, bound to its memory in
+place. Members share it; each may have an adapter of its own.
 """
 
 from torch import nn

@@ -1,12 +1,12 @@
 """A runtime's steps as CUDA graphs: captured once, replayed with other numbers.
 
 A step of an 8B model is some hundred kernels, and giving them to a GPU one by one takes the host longer than the GPU
-needs to compute them. A graph is given at once. It reads what changes from step to step, all that a step's tables have,
-at one place, and has room for more than most steps have: rows, pieces of prompts and of adapters. Those that are none
-do nothing. Weights and adapters are where they were when it was captured, or it is forgotten. A step with an adapter
-that has parameters of its own is computed without.
+needs to compute them. A graph is given at once. It reads the values that change from step to step, those of the step's
+tables, at one place, and has room for more rows, pieces of prompts and pieces of adapters than most steps have; spare
+ones do nothing. A graph is forgotten if weights or adapters are no longer where they were at its capture. A step with
+an adapter that has parameters of its own is computed without a graph.
 
-Graphs and their memory end with the seat. What is captured has run before, so all that it needs is there.
+Graphs and their memory end with the seat. A step is captured only after it has run, so all that it needs is there.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ PIECES: Final = (8, 16, 32, 64, 128, 256)
 """Of prompts, and of rows of one adapter, likewise."""
 
 GRAPHS: Final = 32
-"""Graphs of one runtime: beyond that, those go that were not used for longest."""
+"""Graphs of one runtime: beyond that, the least recently used are dropped."""
 
 AFTER: Final = 2
 """A step of a kind that has been computed so often is captured: that takes about as long as one without its graph."""
@@ -57,7 +57,8 @@ Replay = Callable[[], torch.Tensor]
 """A captured step: computes its logits anew, at one place."""
 
 Capture = Callable[[Callable[[], torch.Tensor]], Replay]
-"""Makes a replay of what this launches; it is not computed yet. Raises RuntimeError if it cannot be captured."""
+"""Makes a replay of the work that this launches; it is not computed yet. Raises RuntimeError if it cannot be captured.
+"""
 
 
 class Adapted(NamedTuple):
@@ -74,7 +75,7 @@ class Adapted(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """What is the same in all steps that one graph computes: what it has room for, and how contexts are split."""
+    """Properties of all steps that one graph computes: their capacities, and the split of contexts."""
 
     tokens: int
     kept: int
@@ -85,8 +86,8 @@ class StepKind(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the columns of a step: places, the backend's for single tokens and for pieces of prompts, what the model
-        is given; and for all tokens, and for those kept, whose they are and the pieces of adapters.
+        """Of the columns of a step: places, the backend's for single tokens and for pieces of prompts, the inputs of
+        the model; and for all tokens, and for those kept, their owners and the pieces of adapters.
         """
         of_prompts = FREE, *[self.pieces] * 4
         columns = self.tokens, FREE, *[self.singles] * 4, *of_prompts, self.tokens, self.tokens, self.kept
@@ -126,7 +127,9 @@ class StepGraphs:
         self.trouble = ""  # why no step is captured any more
 
     def stop(self, why: str) -> bool:
-        """No step is captured or replayed before the next `forget`, and what graphs hold is free: whether any did."""
+        """No step is captured or replayed before the next `forget`, and the memory of graphs is free: whether they held
+        any.
+        """
         held = bool(self._graphs)
         self.forget()
         self.trouble = why
@@ -154,7 +157,7 @@ class StepGraphs:
                 self._graphs.move_to_end(kind)
                 try:
                     logits = replay()
-                except RuntimeError as error:  # the driver had no room for it; what is worse shows again
+                except RuntimeError as error:  # the driver had no room for it; worse errors show again
                     self.stop(f"{type(error).__name__}: {error}")
                     return None
                 self.replayed += 1

@@ -1,5 +1,5 @@
-"""What attention must know of one step: where its tokens' keys and values lie, and which tokens see which. No attention
-here.
+"""The tables of one step for attention: the places of its tokens' keys and values, and which tokens see which. No
+attention here.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dormouse.gpuserver.runtime.packing import Pack, packed
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """Where keys and values lie in a block: per layer ``[2][kv_heads][block_tokens][head_dim]``."""
+    """The layout of keys and values in a block: per layer ``[2][kv_heads][block_tokens][head_dim]``."""
 
     layers: int
     kv_heads: int
@@ -59,8 +59,8 @@ def tiles(parts: Sequence[StepPart], most_tokens: int) -> tuple[list[int], ...]:
 
 
 class StepTables:
-    """The tables of one step, made once for all layers. ``inputs``: what the model itself takes, ``columns``: what the
-    backend wants; all travel to the device together.
+    """The tables of one step, made once for all layers. ``inputs``: those of the model itself, ``columns``: those of
+    the backend; all travel to the device together.
 
     ``places``: of each token's keys, in elements, of the first layer and head.
     """

@@ -1,4 +1,4 @@
-"""What a runtime knows of its turn: that it has it, until when, and what it has said of it. Pure."""
+"""A runtime's state of its turn: whether it has it, until when, and its reports on it. Pure."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ from dormouse.schemas import messages as m
 
 class RuntimeTurn:
     """``held``: it may compute; ``lent``: in another's turn. ``stepped``, ``told_idle``: it has in this turn.
-    ``wants``: it has said so, without.
+    ``wants``: it has asked for a turn, without one.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class RuntimeTurn:
         return self._ends and (self.stepped or not ready)
 
     def over_by(self, heard: deque[m.ExecutorToRuntime]) -> bool:
-        """Whether it is to be given back by what was heard in its step: it ends, and no other one begins after it.
-        Takes that out.
+        """Whether it is to be given back by the messages received in its step: it ends, and no other one begins after
+        it. Takes that message out.
         """
         turns = [each for each in heard if isinstance(each, m.TurnEnds | m.TurnBegins)]
         if len(turns) == 1 and isinstance(turns[0], m.TurnEnds):

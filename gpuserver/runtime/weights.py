@@ -24,7 +24,7 @@ class StepCut(Exception):
 
 
 class AdapterParts(NamedTuple):
-    """What an adapter adds, by module, and its own parameters in place of the base's, by their names."""
+    """The additions of an adapter, by module, and its own parameters in place of the base's, by their names."""
 
     adds: dict[str, LowRank]
     replaced: dict[str, torch.Tensor]

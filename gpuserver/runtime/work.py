@@ -1,4 +1,4 @@
-"""How much of a step each owner of sequences had: pure."""
+"""The share of each owner of sequences in a step: pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from dormouse.schemas import messages as m
 @dataclass(slots=True)
 class StepWork:
     """``prompt``: tokens of prompts that have their KV now for the first time, by this step or by another's prompt that
-    begins equally; what is computed again counts once.
+    begins equally; tokens that are computed again count once.
     """
 
     tokens: int = 0
@@ -36,7 +36,7 @@ def work_of_nothing(parts: Iterable[Part]) -> dict[int, StepWork]:
 
 
 def step_shares(work: Mapping[int, StepWork], running: Iterable[Sequence]) -> list[m.StepShare]:
-    """What is told of it. Blocks of KV that sequences share count for each of them."""
+    """The report of it. Blocks of KV that sequences share count for each of them."""
     blocks: defaultdict[int, int] = defaultdict(int)
     for sequence in running:
         blocks[sequence.owner] += len(sequence.table.blocks)

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     gc.disable()  # imports leave no garbage
 
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  # what all families need is imported with it
+import transformers.models.llama.modeling_llama  # noqa: F401  # imports the modules that all families need
 
 from dormouse.core.batching import BatchRule
 from dormouse.core.links.fds import PacketSocket, close_all
@@ -63,8 +63,8 @@ def main() -> int:
 
 
 def import_for_cuda() -> None:
-    """What a runtime of a CUDA device would import, none of which opens the device. Triton knows itself by a hash of
-    all its files, half a second's work.
+    """Import the modules of a runtime of a CUDA device; none of them opens the device. Triton identifies itself by a
+    hash of all its files, half a second's work.
     """
     importlib.import_module("dormouse.gpuserver.runtime.cuda_mapping")
     if importlib.util.find_spec("triton") is not None:
@@ -89,7 +89,7 @@ def _fork(
 
 
 def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
-    """A runtime's life. It gives up what it could do to others before it hears anything."""
+    """A runtime's life. It gives up its rights over others before it receives anything."""
     status = 1
     try:
         linux.die_with_parent_signal(signal.SIGKILL)

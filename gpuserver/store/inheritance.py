@@ -1,5 +1,5 @@
-"""Takes over what a store of an older version has left, and leaves what is here to one of a newer version. What goes
-over, and how that is written, is said by memory/legacy.py.
+"""Takes over the models that a store of an older version has left, and leaves its own to one of a newer version. The
+contents and their format are defined in memory/legacy.py.
 """
 
 import socket
@@ -14,7 +14,7 @@ from dormouse.schemas.errors import RemoteProtocolError
 
 
 def inherited(budget_nbytes: int, pinnable: bool, log: Any) -> tuple[Slabs, legacy.Legacy | None]:
-    """The slabs, and what a store of an older version has left in them."""
+    """The slabs, and the legacy of a store of an older version in them."""
     slabs = Slabs(budget_nbytes, pinnable=pinnable)
     end = inherited_at(LEGACY_FD)
     if end is None:
@@ -40,13 +40,13 @@ def inherited(budget_nbytes: int, pinnable: bool, log: Any) -> tuple[Slabs, lega
 
 
 def bequeath(heir: socket.socket, functions: KeptFunctions, memory: StoreMemory, log: Any) -> None:
-    """To who has the other end of ``heir``. Nothing is copied or hashed here any more."""
+    """To the owner of the other end of ``heir``. Nothing is copied or hashed here any more."""
     memory.rest()
     books = legacy.books_of(functions, memory.slabs)
     try:
         legacy.scrub(books, memory.slabs, memory.maps)
         legacy.leave(heir, books, memory.maps)
-    except OSError as error:  # then it has what is in files
+    except OSError as error:  # then it has only the files
         log.warning("nothing_left", reason=str(error))
     else:
         log.info("legacy_left", slabs=len(books.slabs), segments=len(books.segments))

@@ -1,8 +1,8 @@
 """The store: owns the host copies of all models and decides nothing about GPUs.
 
 An instance uploads storages during ``load()`` and commits them as a manifest; an executor asks where segments lie, and
-for places to which it writes changed storages back. This actor wires the parts: what instances say goes to
-ingest/, what executors say to peers.py; the books of what all share are in memory/, what outlives the process in disk/.
+for places to which it writes changed storages back. This actor wires the parts: messages of instances go to ingest/,
+those of executors to peers.py; the state that all share is in memory/, the state that outlives the process in disk/.
 """
 
 import asyncio
@@ -45,10 +45,13 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
 
 UNCLAIMED: Final = ("", 0)
-"""Holds what the index had of no function (sessions), until the controller has said what is deployed."""
+"""Holds segments that the index had of no function (sessions), until the controller has reported the deployed
+functions.
+"""
 
 LOAD_TENSORS: Final = 100_000
-"""What a tenant's instances may cost at once beyond their pace: a message for each tensor of the largest models."""
+"""Cost that a tenant's instances may incur at once beyond their pace: a message for each tensor of the largest models.
+"""
 
 
 def _raise_descriptor_limit() -> None:
@@ -68,7 +71,7 @@ class Store(Actor):
         self._paces = SharedBuckets(STRANGER_RATE_S, LOAD_TENSORS)
         self._displaced: set[str] = set()  # instances that are to end, and have not yet
         self._opened = False
-        self._heir: socket.socket | None = None  # where a successor finds what is left to it
+        self._heir: socket.socket | None = None  # where a successor finds its legacy
 
     async def start(self) -> None:
         _raise_descriptor_limit()  # first: slabs are inherited
@@ -136,11 +139,11 @@ class Store(Actor):
         self._telling.soon()
 
     def leave(self, within_s: float) -> None:
-        """What is here goes to a successor when this store stops, which is next."""
+        """The models here go to a successor when this store stops, which is next."""
         self._heir = inherited_at(HEIR_FD)
 
     def _restore(self) -> None:
-        """Take the index into the books; no file is looked at."""
+        """Restore the state from the index; no file is looked at."""
         by_fingerprint = {
             stored.fingerprint: self.segments.restore(stored.fingerprint, stored.nbytes, stored.scope)
             for stored in self.index.segments
@@ -252,8 +255,8 @@ class Store(Actor):
             self.writer.poke()
 
     def _damaged(self, segment: Segment, text: str) -> None:
-        """A file does not have its bytes: forget it, and have those loaded again that need it. What is in host memory
-        as well is written anew.
+        """A file does not have its bytes: forget it, and have the models that need it loaded again. Bytes that are in
+        host memory as well are written anew.
         """
         assert segment.fingerprint is not None
         lost = self.segments.damage(segment.fingerprint)
@@ -273,7 +276,7 @@ class Store(Actor):
             case m.AttachInstance() if len(fds) == 1 and message.instance not in self.instances:
                 self._attach(message, fds.pop())
             case m.DetachInstance(instance=instance):
-                self._forget(instance)  # the controller says the same when it learns of it
+                self._forget(instance)  # the controller reports the same when it learns of it
         for fd in fds:
             os.close(fd)
 
@@ -350,7 +353,7 @@ class Store(Actor):
         return None if attached is None else attached.attach.tenant
 
     def _displace(self) -> bool:
-        """A deployed model is needed, and what is being loaded takes its room: whether an instance gives it back."""
+        """A deployed model is needed, and models being loaded take its room: whether an instance gives it back."""
         if not self._displaced and (name := self._shares.largest_draft()):
             self._displaced.add(name)
             self.log.warning("load_displaced", instance=name)

@@ -1,5 +1,5 @@
-"""Who has how much of host memory, over time: pure. Bytes are counted once, wherever equal ones are held from, by the
-functions that hold them; what no function holds is nobody's.
+"""Host memory of each function, over time: pure. Equal bytes are counted once, for the set of functions that hold them;
+bytes that no function holds are nobody's.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ HOST: Final = "host"
 
 
 class HostMeter:
-    """``owner`` tells the function of a holder; "" if it is of none."""
+    """``owner`` returns the function of a holder; "" if it is of none."""
 
     def __init__(self, segments: Segments, owner: Callable[[Holder], str]) -> None:
         self._segments, self._owner = segments, owner
         self._held = Holdings()
 
     def sync(self, now_s: float) -> None:
-        """What has changed, has changed now."""
+        """Take over changes, as of now."""
         touched = self._segments.touched
         for span, known in touched.items():
             holders = self._segments.holders_at(span, known)

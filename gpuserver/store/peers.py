@@ -19,10 +19,10 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 FETCHED_NBYTES: Final = 32 << 20
-"""Read from files before the executor is told: a few chunks of its copies, so that it begins while we read on."""
+"""Read from files before the executor is notified: a few chunks of its copies, so that it begins while we read on."""
 
 READS_AHEAD: Final = 4
-"""Reads of one Fetch that are under way together, beyond what the threads can do at once."""
+"""Reads of one Fetch that are under way together, beyond those that the threads can do at once."""
 
 ExecutorLink = Link[m.ExecutorToStore, m.StoreToExecutor]
 
@@ -66,13 +66,13 @@ class ExecutorSession:
             self.inbox.post(made, (memory.fd,))
 
     def send_slab_gone(self, slab: int) -> None:
-        if self.inbox is not None:  # else it will not hear of this slab
+        if self.inbox is not None:  # else it will not learn of this slab
             self.inbox.post(m.SlabGone(slab=slab))
 
     # --- fetches
 
     def fetch(self, number: int, ids: list[int]) -> None:
-        """Say where segments are; those that are only in files come later."""
+        """Report the places of segments; those that are only in files come later."""
         books = self._node.segments
         segments = [books.by_id[id] for id in ids if id in books.by_id]
         unknown = [id for id in ids if id not in books.by_id or books.by_id[id].damaged]
@@ -169,7 +169,7 @@ class ExecutorSession:
         return None if ticket.instance.gone else ticket.instance
 
     async def _identify(self, segment: Segment, scope: str) -> None:
-        """The fingerprint of what was written back, behind the request's answer."""
+        """The fingerprint of a segment that was written back, behind the request's answer."""
         node = self._node
         assert segment.span is not None
         fingerprint = await node.memory.hash(node.keys.of(scope), segment.span)

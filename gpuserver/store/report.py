@@ -1,4 +1,4 @@
-"""Decides how an instance's bytes are counted by place and by who shares them; pure."""
+"""Decides how an instance's bytes are counted by place and by sharers; pure."""
 
 from collections.abc import Iterable
 

@@ -1,6 +1,4 @@
-"""Tells the controller what changes all the time: the store's totals, soon and once for many changes; and who has had
-host memory.
-"""
+"""Reports to the controller: the store's totals, soon and once for many changes; and use of host memory over time."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +13,7 @@ REPORT_S: Final = 0.02
 
 
 class Telling:
-    """``totals`` says them as they are now; ``send`` goes to the controller."""
+    """``totals`` returns them as they are now; ``send`` goes to the controller."""
 
     def __init__(
         self,

@@ -1,1 +1,3 @@
-"""Who may what. In: what a request or a connection says of its caller. Out: a caller with its rights, or a refusal."""
+"""Access control. In: the statements of a request or a connection about its caller. Out: a caller with its rights, or a
+refusal.
+"""

@@ -1,10 +1,10 @@
-"""Who may do what: the routes, what each needs, and what a caller has. Pure: no I/O.
+"""Access rules: the routes, the right that each needs, and the rights of each caller. Pure: no I/O.
 
 Callers are people at the node, over its admin Unix socket (known to the kernel by their uid), holders of API keys, and,
-on a node that only this machine reaches and that has never had a key, anybody. ``ROUTES`` and ``OF_SOCKET`` say what is
-there, ``NEEDS`` what each needs. Limits on how much a caller may send are elsewhere.
+on a node that only this machine reaches and that has never had a key, anybody. ``ROUTES`` and ``OF_SOCKET`` list the
+acts, ``NEEDS`` the right that each needs. Limits on how much a caller may send are elsewhere.
 
-A function of another tenant, or one that is none of a key's, is to its holder as if it were not there.
+For the holder of a key, a function of another tenant, or one that the key is not for, does not exist.
 """
 
 import re
@@ -19,11 +19,11 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Scope
 
 Right = Literal["invoke", "deploy", "admin", "metrics", "keys"]
-"""A key's scopes, and what no key has: only who is at the node makes keys."""
+"""A key's scopes, and a right that no key has: only callers at the node make keys."""
 
 
 class Act(Enum):
-    """What a request is about; the value stands in the audit log."""
+    """The kind of a request; the audit log has its value."""
 
     OPENAI = "openai"
     MODELS = "models"
@@ -124,7 +124,7 @@ IMPLIED: Final[dict[Scope, frozenset[Right]]] = {
     "admin": frozenset({"invoke", "deploy", "admin", "metrics"}),
     "metrics": frozenset({"metrics"}),
 }
-"""What a scope of a key lets do."""
+"""Rights that a scope of a key grants."""
 
 EVERYTHING: Final[frozenset[Right]] = frozenset({"invoke", "deploy", "admin", "metrics", "keys"})
 
@@ -222,16 +222,16 @@ CALLS: Final = frozenset(
     }
 )
 OPEN: Final = CALLS | {Act.METRICS, Act.WATCH}
-"""What needs no key where a node is open."""
+"""Acts that need no key where a node is open."""
 
 ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD}
-"""Whose refusals the audit log has."""
+"""Acts whose refusals are written to the audit log."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}
-"""What pages of ``[node] cors`` may ask for."""
+"""Acts that pages of ``[node] cors`` may request."""
 
 FOR_OWN_PAGES: Final = FOR_PAGES | {Act.SESSION}
-"""What the node's own pages may send."""
+"""Acts that the node's own pages may request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def with_key(key: Key) -> Caller:
 
 
 def at_the_node(uid: int, user: str) -> Caller:
-    """Whom the admin socket has let in."""
+    """The caller behind a connection that the admin socket has accepted."""
     return Caller(user, uid, "unix", EVERYTHING)
 
 

@@ -1,6 +1,6 @@
-"""Which requests over TCP a node's configuration lets in, and as whom: pure decisions on their routes and headers.
+"""Admission of requests over TCP by the node's configuration: pure decisions on their routes and headers.
 
-By which names the node is called, pages of other origins, keys. No I/O; what a caller may do is access.py's.
+Covers the names of the node, pages of other origins, and keys. No I/O; the rights of a caller are access.py's.
 """
 
 import ipaddress
@@ -83,7 +83,7 @@ _FIELDS: Final = {
 
 
 class Doorkeeper:
-    """What the node's configuration says of requests over TCP; decides one at a time and remembers none."""
+    """The node's rules for requests over TCP, from its configuration; judges one at a time and remembers none."""
 
     def __init__(
         self, host: str, hosts: Iterable[str], cors: Iterable[str], behind_proxy: bool, open_loopback: bool
@@ -96,7 +96,7 @@ class Doorkeeper:
         self._known: set[bytes] = set()  # Host headers that were found good: few, because their names are
 
     def host_refusal(self, h: Headers) -> Refusal | None:
-        """DNS rebinding: a page's own name is made to mean this machine, but its requests still say that name."""
+        """DNS rebinding: a page's own name is made to mean this machine, but its requests still carry that name."""
         if h.host in self._known:
             return None
         name = host_name(h.host or b"")
@@ -122,7 +122,7 @@ class Doorkeeper:
         return address.is_loopback or not self._local
 
     def page_refusal(self, act: Act | None, h: Headers) -> Refusal | None:
-        """A page of another origin: the browser says so, in one of two headers or both."""
+        """A page of another origin: the browser reports it, in one of two headers or both."""
         if h.origin is None and h.site in (None, b"same-origin", b"none"):
             return None
         if act in (Act.PAGE, Act.DASHBOARD):
@@ -167,11 +167,11 @@ class Doorkeeper:
         )
 
     def open(self, keys_wanted: bool) -> bool:
-        """Whether anybody may ask for what is OPEN."""
+        """Whether anybody may request the acts of OPEN."""
         return self._may_be_open and (self._open_loopback or not keys_wanted)
 
     def admit(self, route: Route, h: Headers, holder: Caller | None, keys_wanted: bool) -> Caller | Refusal:
-        """Who asks, if they may. ``holder``: of the request's key; ``keys_wanted``: there was a key once."""
+        """The caller, or a refusal. ``holder``: of the request's key; ``keys_wanted``: there was a key once."""
         if (refusal := self.page_refusal(route.act, h)) is not None:
             return refusal
         needed = NEEDS[route.act]

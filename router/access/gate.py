@@ -1,6 +1,6 @@
-"""The gate of the HTTP face: each request over TCP is judged here before anything else looks at it.
+"""The gate of the HTTP face: judges each request over TCP before anything else looks at it.
 
-Owns the keys' token buckets and carries out what doorkeeper.py decides.
+Owns the keys' token buckets and carries out the decisions of doorkeeper.py.
 """
 
 import time
@@ -35,7 +35,7 @@ class Turned(NamedTuple):
     status: int
     failure: Failure | None
     headers: Pairs
-    caller: Caller | None = None  # who may ask again on this connection, which else ends
+    caller: Caller | None = None  # the one that may ask again on this connection, which else ends
     name: str = ""  # of the function that it has asked for
 
 
@@ -89,9 +89,9 @@ class HttpGate:
         return Entered(route, name, caller, extra)
 
     def admits(self, caller: Caller) -> bool:
-        """Whether who was let in once, and has stayed, would be let in now: the one answer for each kind of caller."""
+        """Whether a caller let in earlier would be let in now: the one answer for each kind of caller."""
         if caller.uid is not None:
-            return True  # at the node: whom the admin socket has let in
+            return True  # at the node: let in by the admin socket
         if caller.key:
             return self.keys.holds(caller.key) or self.passes.holds(caller.key)
         return self._rules.open(self.keys.wanted)
@@ -114,7 +114,7 @@ class HttpGate:
         return Refusal(429, "rate_limited", text, ((b"retry-after", b"%d" % ceil(wait_s)),))
 
     def _origin(self, scope: Any, h: Headers) -> str:
-        """Where from, for the audit log: what the proxy says is believed there and nowhere else."""
+        """Where from, for the audit log: the proxy's statement is believed there and nowhere else."""
         client = scope.get("client")
         peer = f"{client[0]}:{client[1]}" if client is not None else "unknown"
         if self._behind_proxy and h.forwarded is not None:
@@ -123,7 +123,7 @@ class HttpGate:
 
 
 def _options(path: str, found: Any, extra: Pairs) -> Turned:
-    """What may be done at this path, and of the node as a whole: nothing of who may, or to which function."""
+    """Methods allowed at this path, or on the whole node: reveals neither permissions nor functions."""
     if path == "*":
         return Turned(204, None, ((b"allow", b"GET, HEAD, POST, PUT, DELETE, OPTIONS"), *extra), access.ANYBODY)
     if isinstance(found, Refusal) and found.status == 405:

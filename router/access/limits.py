@@ -1,7 +1,7 @@
-"""What tenants may ask of their functions, whoever asks: requests and tokens per second. Pure.
+"""Rate limits of tenants, whoever calls their functions: requests and tokens per second. Pure.
 
-A request takes one of its tenant's bucket of requests. What a language model computes for it is known only afterwards:
-tokens are charged as its runtime counts them, and while more were used than there should have been, requests wait.
+A request takes one from its tenant's bucket of requests. The tokens that a language model computes for it are known
+only afterwards: they are charged as its runtime counts them, and while more were used than allowed, requests wait.
 """
 
 from collections.abc import Iterable, Mapping

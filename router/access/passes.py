@@ -1,6 +1,7 @@
-"""Links to the dashboard for who is at the node: a ticket that is good once, and soon, and the session that it begins.
+"""Links to the dashboard for callers at the node: a ticket that is good once, for a short time, and the session that it
+begins.
 
-All of it is in memory: with the router, sessions end.
+All state is in memory: sessions end with the router.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ class Passes:
         return token
 
     def find(self, token: bytes) -> Caller | None:
-        """Whose session this is."""
+        """The caller of this session."""
         until_s, caller = self._sessions.get(_hash(token), (0.0, None))
         return caller if self._clock() < until_s else None
 

@@ -1,6 +1,6 @@
-"""Whose functions a caller sees: pure. To a caller, functions of other tenants are not there.
+"""Visibility of functions to callers: pure. For a caller, functions of other tenants do not exist.
 
-Only one thing cannot be hidden: that a name is taken, because all functions of a node have one space of names.
+Only one thing cannot be hidden: that a name is taken, because all functions of a node share one space of names.
 """
 
 from collections.abc import Container
@@ -18,7 +18,7 @@ def sees(caller: Caller, p: RouterState, name: str) -> bool:
 
 
 def serves(caller: Caller, p: RouterState, name: str) -> bool:
-    """Whether the caller may invoke what is deployed under this name."""
+    """Whether the caller may invoke the function deployed under this name."""
     function = p.functions.get(name)
     return function is not None and caller.sees(name, function.spec.tenant)
 

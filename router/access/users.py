@@ -1,4 +1,6 @@
-"""Users of this machine: who a uid is, and who may administrate. Looks into the passwd database; decides no more."""
+"""Users of this machine: the names of uids, and the uids that may administrate. Reads the passwd database; decides no
+more.
+"""
 
 import pwd
 from collections.abc import Iterable
@@ -9,7 +11,7 @@ from dormouse.schemas.messages import Failure
 
 
 def admin_uids(own: int, names: Iterable[str]) -> frozenset[int]:
-    """Who may administrate: the node's own user, root, and ``[node] admins``. Raises ConfigError for unknown names."""
+    """Administrators' uids: the node's own, root's, and ``[node] admins``. Raises ConfigError for unknown names."""
     uids = {own, 0}
     for name in names:
         try:

@@ -1,7 +1,7 @@
-"""Administration: deploy, list, remove, logs, status. What is done, whoever asks and over whichever transport.
+"""Administration: carries out deploy, list, remove, logs and status, for every caller and over every transport.
 
-:meth:`Admin.call` has all acts with one answer. Files come in by deploys.py, answers in pieces go out by invoking.py,
-logs by logtails.py; each asks permits.py first, and changes leave a line in the audit log. Nothing here is on a
+:meth:`Admin.call` has all acts with a single answer. deploys.py receives files, invoking.py sends answers in pieces,
+logtails.py sends logs; each asks permits.py first, and changes leave a line in the audit log. Nothing here is on a
 request's path. adminsocket.py and adminhttp.py are the transports.
 """
 
@@ -76,7 +76,7 @@ Called = (
 
 
 class Node(overview.Node, Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     log: Any
     epoch: int
@@ -86,7 +86,7 @@ class Node(overview.Node, Protocol):
 
 
 def _answered(answer: Status | None, late: Failure | None = None) -> Status:
-    """What the controller says; ``late``: what not to say it in time comes to. Raises HttpError."""
+    """The controller's reply; ``late``: the failure if it is not there in time. Raises HttpError."""
     if answer is None:
         raise HttpError(late or failures.starting())
     if answer.failure is not None:
@@ -123,7 +123,7 @@ class Admin:
         self.logs = LogTails(self._permits, logs, self._picture, admits)
 
     async def call(self, caller: Caller, act: Called) -> Any:
-        """Do it; the answer is what JSON can say. Raises HttpError."""
+        """Do it; the answer can be written as JSON. Raises HttpError."""
         match act:
             case a.Remove(name=name):
                 with self._permits.audited(caller, act, name):
@@ -294,7 +294,7 @@ class Admin:
         return [past.told(name, reads) for name, past in found[: max(0, act.most)]]
 
     async def status(self) -> dict[str, Any]:
-        """All of the node, for those who watch it: whose part each of them sees is decided by dashboard/watch.py."""
+        """All of the node, for those who watch it: dashboard/watch.py decides the part that each of them sees."""
         await self._requests.knows_catalogue()
         return await self._status()
 
@@ -326,7 +326,7 @@ class Admin:
         return {"errors": [error._asdict() | {"why": gist(error.text)} for error in errors]}
 
     async def minutes(self, caller: Caller, name: str) -> dict[str, Any]:
-        """What became of a function's requests of the last hour. Raises HttpError."""
+        """Outcomes of a function's requests of the last hour. Raises HttpError."""
         await self._requests.knows_catalogue()
         if not tenancy.sees(caller, self._picture, name):
             raise HttpError(queueing.absent(self._picture, name))

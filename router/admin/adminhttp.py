@@ -1,7 +1,7 @@
 """The transport of administration over HTTP: below /admin, at /metrics, at / (the dashboard), and at vLLM's routes for
 adapters (lorahttp.py).
 
-Decides nothing: who may what is router/access/'s.
+Decides nothing: rights are router/access/'s.
 """
 
 import asyncio
@@ -234,7 +234,7 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
     since_s = _since(query.get("since", ["0"])[0])
     act = a.Logs(name=name, lines=int(lines), follow=follow, since_s=since_s)
     async with aclosing(admin.logs.pieces(caller, act)) as pieces:
-        first = await anext(pieces)  # what is refused is refused before the answer begins
+        first = await anext(pieces)  # a refusal comes before the answer begins
         if not follow or x.scope["method"] == "HEAD":
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")
             return

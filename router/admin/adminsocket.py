@@ -1,6 +1,6 @@
-"""The transport of administration over ``RUN/admin``: a Unix socket that anyone may reach and few are welcome at.
+"""The transport of administration over ``RUN/admin``: a Unix socket that anyone may reach and few may use.
 
-Who calls is what the kernel says of the connection; nothing that it sends is read before that is judged. One act per
+The kernel identifies the caller of a connection; nothing that it sends is read before it is judged. One act per
 connection, one packet of it at a time, so a caller holds no more of the node than one packet's descriptors.
 """
 
@@ -36,7 +36,7 @@ OWN_CONNECTIONS: Final = 4
 """That each user who may administrate can have whatever the others hold; then there are more."""
 
 SILENT_S: Final = 60.0
-"""After which a caller that says nothing, or reads nothing, is left."""
+"""After which a caller that sends nothing, or reads nothing, is dropped."""
 
 READ_NBYTES: Final = 1 << 20
 """Of a body at once."""
@@ -46,7 +46,7 @@ REASON_NBYTES: Final = 40 << 10
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     log: Any
     requests: Requests
@@ -164,7 +164,7 @@ class AdminSocket:
                     if printed is not None:
                         await _show(connection, printed, finishing)
                 finally:
-                    answer = await finishing  # who has left has asked for it all the same
+                    answer = await finishing  # a departed caller has asked for it all the same
             await _answer(connection, orjson.dumps(answer))
 
     async def _tell(self, connection: Connection, pieces: AsyncGenerator[a.Said, None]) -> None:
@@ -178,7 +178,7 @@ class AdminSocket:
         await self._until_gone(connection, tell())
 
     async def _until_gone(self, connection: Connection, work: Any) -> Any:
-        """``work``, ended when the caller leaves, or says anything more. Raises PeerLost."""
+        """``work``, ended when the caller leaves, or sends anything more. Raises PeerLost."""
         doing, left = asyncio.ensure_future(work), asyncio.ensure_future(_hear(connection))
         try:
             await asyncio.wait((doing, left), return_when=asyncio.FIRST_COMPLETED)
@@ -190,13 +190,13 @@ class AdminSocket:
                 task.cancel()
             await asyncio.wait((doing, left))
             if not doing.cancelled():
-                doing.exception()  # nobody is left to hear it
+                doing.exception()  # nobody remains to receive it
             with suppress(asyncio.CancelledError, PeerLost, RemoteProtocolError):
                 close_all(packet[1] if (packet := left.result()) is not None else [])
 
 
 async def _show(connection: Connection, printed: asyncio.Queue[bytes], finishing: asyncio.Future[Any]) -> None:
-    """What comes until that is done. Who does not read it is not waited for."""
+    """Send what is printed until ``finishing`` is done. Callers that do not read are not waited for."""
     while not (finishing.done() and printed.empty()):
         news = asyncio.ensure_future(printed.get())
         await asyncio.wait((news, finishing), return_when=asyncio.FIRST_COMPLETED)
@@ -267,7 +267,7 @@ async def _answer(connection: Connection, data: bytes, kind: str = "") -> None:
 
 
 def _dismiss(connection: Connection, failure: Failure) -> None:
-    """The last word. Who does not read what it was told before does not get it."""
+    """Send the last message and close. A caller that has not read the earlier ones does not get it."""
     text = (failure.whole or failure.text).encode()[-REASON_NBYTES:].decode(errors="replace")
     with suppress(PeerLost, BlockingIOError):
         own = failure.own

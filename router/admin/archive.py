@@ -1,4 +1,4 @@
-"""A function's folder as a tar archive, from another machine: its files go into a snapshot, and nothing else does.
+"""Takes the files of a function's folder out of a tar archive from another machine, into a snapshot.
 
 Uncompressed, regular files and directories only, of plain relative names; everything else is refused, whole. Blocks.
 """

@@ -1,4 +1,4 @@
-"""What administration asks of the policy and of the controller, and the answers to come: deploys, removals, restarts,
+"""Queries of administration to the policy and the controller, and their pending answers: deploys, removals, restarts,
 the controller's status. Decides nothing.
 """
 
@@ -49,15 +49,15 @@ class Asks:
         return {} if answer is None else orjson.loads(answer.json)
 
     async def policy(self, changes: dict[str, str | int | float | bool]) -> m.Status | None:
-        """The scheduler's policy, changed so; None if the controller does not say in time."""
+        """The scheduler's policy, changed so; None if the controller does not reply in time."""
         return await self._query(lambda query: m.AskPolicy(query=query, changes=changes))
 
     async def pin(self, name: str, pinned: bool) -> m.Status | None:
-        """None if the controller does not say in time."""
+        """None if the controller does not reply in time."""
         return await self._query(lambda query: m.AskPin(query=query, name=name, pinned=pinned))
 
     async def share(self, name: str, share: int) -> m.Status | None:
-        """None if the controller does not say in time."""
+        """None if the controller does not reply in time."""
         return await self._query(lambda query: m.AskTraffic(query=query, name=name, share=share))
 
     async def move(self, name: str, to: str) -> m.Status | None:
@@ -65,12 +65,12 @@ class Asks:
         return await self._query(lambda query: m.AskMove(query=query, name=name, to=to), MOVE_TIMEOUT_S)
 
     async def drain_gpu(self, gpu: int, undo: bool, waits: bool) -> m.Status | None:
-        """None if the controller does not say in time; with ``waits`` it has all the time that there is."""
+        """None if the controller does not reply in time; with ``waits`` it has all the time that there is."""
         timeout_s = None if waits else STATUS_TIMEOUT_S
         return await self._query(lambda query: m.AskDrainGpu(query=query, gpu=gpu, undo=undo, waits=waits), timeout_s)
 
     async def usage(self, since_s: float) -> m.Status | None:
-        """What functions have used; None if the controller does not say in time."""
+        """Usage of functions; None if the controller does not reply in time."""
         return await self._query(lambda query: m.AskUsage(query=query, since_s=since_s))
 
     async def _query(

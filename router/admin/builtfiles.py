@@ -1,7 +1,7 @@
-"""What a build of an environment has written: measured meanwhile, and made the node's at its end.
+"""The files that a build of an environment has written: measured meanwhile, and made the node's at its end.
 
 Code of packages may have run in it. So every name is opened from the descriptor of its folder, no link is followed, and
-depth and number are bounded: whoever measures must not fail by it.
+depth and number are bounded: measuring must not fail by it.
 """
 
 import os

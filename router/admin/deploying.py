@@ -1,4 +1,6 @@
-"""One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is deploys.py's."""
+"""One deploy: the meaning of its settings, its files as they come in, and its end. deploys.py decides whether it may
+begin.
+"""
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -40,7 +42,7 @@ MAX_CALLED: Final = 64
 
 @dataclass(frozen=True)
 class DeployPlan:
-    """What a deploy comes to, as far as it is known without its files. ``says``: more for its answer."""
+    """The result of a deploy, as far as it is known without its files. ``says``: more for its answer."""
 
     spec: FunctionSpec
     base: FunctionSpec | None
@@ -133,7 +135,7 @@ def spec_of(
 
 
 def within_quota(spec: FunctionSpec, most_nbytes: int) -> FunctionSpec:
-    """What nobody has asked for is less on a small node. Raises ConfigError."""
+    """Lowers a default quota to the tenant's limit. Raises ConfigError if another one is above it."""
     if spec.quota_nbytes <= most_nbytes:
         return spec
     if spec.quota_nbytes != a.Settings().quota:
@@ -348,13 +350,13 @@ class Deploying:
 
 
 def noted(settled: e.Settled) -> dict[str, Any]:
-    """What who deploys should know: of a language model, how its files say that it is sampled."""
+    """Notes for the deployer: a warning, and a language model's sampling as its files have it."""
     said = {"warning": settled.warning, "sampling": openapi.said_in(settled.schema).get("sampling")}
     return {key: value for key, value in said.items() if value}
 
 
 def _read(path: Path) -> str:
-    """What a ``dormouse.toml`` says; "" if there is none. Raises HttpError."""
+    """The text of a ``dormouse.toml``; "" if there is none. Raises HttpError."""
     try:
         with open(path, "rb") as file:
             return file.read(FILE_NBYTES + 1).decode()
@@ -365,7 +367,7 @@ def _read(path: Path) -> str:
 
 
 def _named_in(tree: Path, requirements: str) -> str:
-    """What ``requirements`` names, if that is a file of the folder. Raises OSError."""
+    """The text of the file that ``requirements`` names, if the folder has it; else itself. Raises OSError."""
     if not re.fullmatch(r"[\w.-]+\.(txt|in)", requirements) or not (tree / requirements).is_file():
         return requirements
     return (tree / requirements).read_text(errors="replace")

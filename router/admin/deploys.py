@@ -1,6 +1,6 @@
-"""Deploys and the way back: which may begin, with which settings, and which earlier versions there are.
+"""Admission of deploys and rollbacks: those that may begin, their settings, and the earlier versions that there are.
 
-What becomes of one that has begun is deploying.py's.
+The course of one that has begun is deploying.py's.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ CHECK_NBYTES: Final = 16 << 10
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     policy: RequestPolicy
@@ -156,7 +156,7 @@ class Deploys:
                     raise
                 text = f"{error} (kept of version {before.version}: {', '.join(kept)}; --reset ends that)"
                 raise ConfigError(text) from None
-            if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
+            if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not given
                 spec = structs.replace(spec, tenant=caller.tenant)
             if act.check and spec.llm is not None:
                 raise ConfigError("a check is of functions and embeddings: a language model is tried when it loads")
@@ -237,7 +237,7 @@ class Deploys:
         return answer | noted(settled)
 
     async def _end_split(self, served: FunctionSpec, audited: dict[str, Any]) -> dict[str, Any]:
-        """The newest step was a version that shares the requests: that is what is taken back. Raises HttpError."""
+        """The newest step was a version that shares the requests: that one is taken back. Raises HttpError."""
         name = served.name
         *_, ended = splits.shares(self._picture, name)
         await self.traffic.end(name)
@@ -283,5 +283,5 @@ def _version(version: Version) -> dict[str, Any]:
 
 
 def _says(before: FunctionSpec, spec: FunctionSpec) -> dict[str, Any]:
-    """What a deploy changes of the options."""
+    """Changes of the options by a deploy."""
     return {"changes": options.changes(options.had(before), options.had(spec))}

@@ -1,16 +1,16 @@
-"""Which environments and builds there are, who has them, and for whom there is room: pure.
+"""The environments and builds of a node, their holders, and the tenants that have room for more: pure.
 
 A build, and the environment that comes of it::
 
     state      it waits for                             what comes next
     WAITING    its tenant's turn                        BUILDING
-    BUILDING   pip, and that what it left is taken      HELD, or nothing: why there is none
+    BUILDING   pip, and the takeover of its output      HELD, or nothing: why there is none
     HELD       the deploys that claim it                KEPT, or IDLE
     KEPT       the versions of functions that have it   HELD, or IDLE
     IDLE       nobody                                   HELD, or it goes
 
-An environment counts, with all its bytes, for each tenant that has or claims it. So what a tenant may have does not
-depend on what others have, but for the bound of all of them together.
+An environment counts, with all its bytes, for each tenant that has or claims it. So the room of a tenant does not
+depend on that of others, but for the bound of all of them together.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -158,7 +158,7 @@ class EnvironmentBook:
         return None
 
     def built(self, build: EnvironmentBuild, key: str, record: EnvironmentRecord) -> EnvironmentRecord:
-        """Who claims it has it from now on; what is to be remembered of it."""
+        """Its claims hold the environment from now on. Returns the record to keep."""
         if (found := self.environments.get(key)) is None:
             found = self.environments[key] = Environment(record)
         asked = [build.asked, *(each for each in found.record.asked if each != build.asked)]
@@ -174,7 +174,7 @@ class EnvironmentBook:
         if build.state is EnvironmentState.BUILDING:
             self._turns.ended()
 
-    # --- what is kept
+    # --- kept environments
 
     def known(self, key: str, record: EnvironmentRecord) -> None:
         """It was there when the router started."""

@@ -1,5 +1,5 @@
 """The build of an environment: a child of the second zygote runs pip (core/sandbox/builder.py), and is ended when it
-takes more than it may. Decides nothing of what is built, or for whom.
+exceeds its limits. Decides neither which environments are built, nor for which tenants.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ BUILT: Final = "built"
 WAY_OUT: Final = "dormouse.core.sandbox.way_out"
 
 MIN_FREE_NBYTES: Final = 1 << 20
-"""On the disk: with less, a build could not even say how it ended."""
+"""On the disk: with less, a build could not even report its end."""
 
 LOOK_S: Final = 1.0
-"""How often it is looked at what it takes."""
+"""Between two looks at its resources."""
 
 VARIABLES: Final = ("PIP_CERT",)
 """Of the node, which pip needs to reach an index."""
@@ -43,7 +43,7 @@ _NO_ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=0)
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     paths: RunPaths
@@ -54,7 +54,7 @@ class Node(Protocol):
 
 
 class BuildUse(NamedTuple):
-    """What a build takes: bytes of its files, and what the disk has had less since it began."""
+    """Resources of a build: bytes of its files, and bytes that the disk has lost since it began."""
 
     nbytes: int
     lost_nbytes: int
@@ -63,7 +63,7 @@ class BuildUse(NamedTuple):
 
 
 class BuildBounds(NamedTuple):
-    """What one may take. ``sources``: code of packages runs in it."""
+    """Limits of one build. ``sources``: code of packages runs in it."""
 
     size: str
     time_s: float
@@ -79,7 +79,7 @@ class BuildBounds(NamedTuple):
             return disk_full()
         if used.nbytes > self.size_nbytes:
             return self.too_large()
-        # Files that are open and have no name any more: whoever has no code in the build cannot make them.
+        # Files that are open and have no name any more: without code in the build, nobody can make them.
         if self.sources and (unseen_nbytes := used.lost_nbytes - used.nbytes) > self.size_nbytes:
             text = (
                 f"while it was built, the disk lost {size(unseen_nbytes)} that none of its files has, and a build "
@@ -186,7 +186,7 @@ class Builder:
                 await way_out.wait()
 
     async def _way_out(self, channel: socket.socket, log_fd: int) -> asyncio.subprocess.Process:
-        """What it refuses is printed as the build's own words are."""
+        """Its refusals are printed like the build's own output."""
         command = (sys.executable, "-P", "-m", WAY_OUT, str(channel.fileno()), *self._reached)
         return await asyncio.create_subprocess_exec(
             *command, pass_fds=[channel.fileno()], stdin=asyncio.subprocess.DEVNULL, stdout=log_fd, stderr=log_fd

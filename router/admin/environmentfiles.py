@@ -1,4 +1,4 @@
-"""Environments on the disk, below ``STATE/environments``: what a build has left is looked over, taken over, removed.
+"""Environments on the disk, below ``STATE/environments``: checks, takes over and removes the output of builds.
 
 ::
 
@@ -6,8 +6,8 @@
     KEY/site/              the libraries, as an instance sees them before the node's own
     .SOMETHING/            one that is being built, or removed: removed after the next start
 
-All that reads or writes files blocks, some of it for minutes: it belongs in a thread. Which are kept is not decided
-here.
+Calls that read or write files block, some for minutes: they belong in a thread. The environments to keep are decided
+elsewhere.
 """
 
 import os
@@ -31,7 +31,7 @@ TEXT_NBYTES: Final = 4000
 
 
 class BuildResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the builder says."""
+    """The builder's report."""
 
     code: str
     text: str = ""
@@ -40,7 +40,7 @@ class BuildResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuiltTree(NamedTuple):
-    """What a build has left, which is the node's by now."""
+    """A build's output, owned by the node by now."""
 
     lock: list[str]
     names: list[str]  # of modules
@@ -61,7 +61,7 @@ class EnvironmentFiles:
         return self._directory / f".{token_hex(8)}"  # what an earlier router has left may be there for long
 
     def open(self) -> tuple[dict[str, EnvironmentRecord], list[str]]:
-        """Those that are there, by key; and what is to be removed."""
+        """Those that are there, by key; and the paths to remove."""
         self._directory.mkdir(exist_ok=True, mode=0o700)
         found, left = dict[str, EnvironmentRecord](), list[str]()
         for path in [*self._directory.iterdir()]:
@@ -76,7 +76,7 @@ class EnvironmentFiles:
         return found, left
 
     def take_over(self, place: Path, bounds: BuildBounds, full: bool) -> BuiltTree | None:
-        """What was built there; None if nothing was missing. ``full``: the disk is. Raises HttpError, OSError."""
+        """The build's output; None if nothing was missing. ``full``: the disk is. Raises HttpError, OSError."""
         built = place / BUILT
         try:
             fd = os.open(built / RESULT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ class EnvironmentFiles:
             raise refuse(422, result.code[:40], result.text[:TEXT_NBYTES])
         if not result.lock:
             return None
-        # Nothing of the build runs any more: a zygote says that an instance has ended when all its processes have.
+        # Nothing of the build runs any more: a zygote reports that an instance has ended when all its processes have.
         fd = os.open(built, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             builtfiles.take_folder(fd, 0o700)
@@ -107,7 +107,7 @@ class EnvironmentFiles:
         return BuiltTree(result.lock, [each for each in names if each.isidentifier()], nbytes)
 
     def keep(self, place: Path, key: str, record: EnvironmentRecord) -> None:
-        """What was taken over there, under its name. Raises OSError."""
+        """Keep the tree taken over there under its key. Raises OSError."""
         whole, target = place / "new", self._directory / key
         whole.mkdir(mode=0o755)
         os.rename(place / BUILT / SITE, whole / SITE)
@@ -121,7 +121,7 @@ class EnvironmentFiles:
         _write(self._directory / key / RECORD, record)
 
     def set_aside(self, key: str) -> str | None:
-        """From now on it is not there; what is to be removed of it, if anything. Does not block for long."""
+        """From now on it is not there. Returns the path to remove, if any. Does not block for long."""
         gone = self.place()
         with suppress(OSError):
             os.rename(self._directory / key, gone)

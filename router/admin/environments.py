@@ -1,7 +1,7 @@
-"""Functions' own libraries: environments, each built once, by its content, and shared. What deploys and instances ask.
+"""Functions' own libraries: environments, each built once, by its content, and shared. Serves deploys and instances.
 
-Which there are and for whom there is room: environmentbook.py; a build in its sandbox: environmentbuild.py; what it
-leaves, and where environments lie: environmentfiles.py. One is built at a time. One is removed when no version of a
+environmentbook.py has the list and the room of tenants, environmentbuild.py a build in its sandbox, environmentfiles.py
+the output of builds and the environments on the disk. One is built at a time. One is removed when no version of a
 function that is kept has it, and no deploy claims it.
 """
 
@@ -37,7 +37,7 @@ Printed = Callable[[bytes], None]
 
 
 class Node(environmentbuild.Node, Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     log: Any
 
@@ -66,7 +66,7 @@ class Environments:
         self._removals = ThreadPoolExecutor(1, "removals")  # of as much as a build could write: its own time
 
     def open(self) -> None:
-        """What is there. What is to be removed may have gigabytes: that waits for no request, and none for it."""
+        """Read those on the disk. Removals may be of gigabytes: they wait for no request, and no request for them."""
         found, left = self._files.open()
         for key, record in found.items():
             self._book.known(key, record)
@@ -114,7 +114,7 @@ class Environments:
     # --- deploys
 
     def requirements(self, said: str, tree: Path) -> str:
-        """Of a deploy with these files: what was said, or requirements.txt or pyproject.toml among them. "" for none.
+        """Of a deploy with these files: the given ones, or requirements.txt or pyproject.toml among them. "" for none.
         Reads files: not of the router's loop. Raises HttpError.
         """
         try:
@@ -143,7 +143,7 @@ class Environments:
         if sources:
             self._may_build()
         # As tensors are shared: else a tenant could find out what others have. Code of packages has run in a build from
-        # sources: what comes out is for its tenant alone.
+        # sources: its output is for its tenant alone.
         scope = tenant if sources or self._node.config.node.sharing != "node" else ""
         asked = _hash(requirements, *self._node.torch, scope, str(sources))
         claim = self._book.claim(asked, tenant, self._node.torch)
@@ -215,7 +215,7 @@ class Environments:
             del self._done[build.asked], self._due[build.asked]
             self._book.ended(build)
             if not done.cancel():  # if it was not set: the node ends
-                done.exception()  # who asked may have left
+                done.exception()  # the caller may have departed
             self._begin_next()
 
     def _begin_next(self) -> None:
@@ -225,7 +225,7 @@ class Environments:
     async def _built(
         self, build: EnvironmentBuild, requirements: str, sources: bool, scope: str, printed: Printed
     ) -> None:
-        """Who claims it has it then. Raises HttpError, OSError."""
+        """Build it; its claims hold it then. Raises HttpError, OSError."""
         self._remove_idle()
         if self._builder.full():
             raise disk_full()

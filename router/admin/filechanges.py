@@ -1,5 +1,5 @@
-"""Changes of the files of secrets and keys, each durable when it is answered: made beside the router's loop, because
-they wait for a disk, and one after the other, as they were asked for. Decides nothing.
+"""Changes to the files of secrets and keys, each durable when it is answered. They are made outside the router's loop,
+because they wait for a disk, and one after the other, in the order of their requests. Decides nothing.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class FileChanges:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """What goes wrong with the file of secrets, or of keys, as an answer."""
+    """Turns errors of the file of secrets, or of keys, into answers."""
     try:
         yield
     except ConfigError as error:

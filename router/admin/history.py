@@ -1,5 +1,5 @@
-"""Earlier versions of functions, to which they can be rolled back: which there are, and their file beside their
-snapshots, ``STATE/functions/NAME/.versions``. Decides which are kept, and nothing about deploys.
+"""Earlier versions of functions, to which they can be rolled back, and their file beside their snapshots,
+``STATE/functions/NAME/.versions``. Decides which versions are kept, and nothing about deploys.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ class History:
         self._beside: dict[str, set[str]] = {}  # by function: snapshots of those that are served beside it
 
     def restore(self, functions: Iterable[FunctionSpec]) -> None:
-        """What is served, as the catalogue has it, and what of earlier versions is still there."""
+        """The served versions, as the catalogue has them, and the earlier ones that are still there."""
         served: dict[str, list[FunctionSpec]] = {}
         for spec in functions:
             served.setdefault(base_of(spec.name), []).append(spec)
@@ -83,7 +83,7 @@ class History:
         return [(name, spec.snapshot, spec.tenant) for name, spec in versions]
 
     def deployed(self, spec: FunctionSpec, now_s: float) -> list[FunctionSpec]:
-        """It is served from now on. Returns what is not kept any more."""
+        """It is served from now on. Returns the versions that are not kept any more."""
         name, beside = base_of(spec.name), self._beside.setdefault(base_of(spec.name), set())
         rest = [each for each in self.of(name) if each.spec.snapshot != spec.snapshot]
         if name == spec.name:
@@ -110,13 +110,13 @@ class History:
         self._beside.get(base_of(spec.name), set()).discard(spec.snapshot)
 
     def removed(self, name: str) -> list[FunctionSpec]:
-        """The function is gone. Returns what is not kept any more."""
+        """The function is gone. Returns the versions that are not kept any more."""
         self._beside.pop(name, None)
         return [each.spec for each in self._versions.pop(name, [])]
 
 
 def _restored(known: list[Version], name: str, spec: FunctionSpec) -> Version:
-    """``known``: what the file has."""
+    """``known``: the content of the file."""
     own = structs.replace(spec, name=name)
     found = [each for each in known if each.spec == own]
     return found[-1] if found else Version(0.0, own, spec.name == name)

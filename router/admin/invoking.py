@@ -1,4 +1,4 @@
-"""Requests that are made at the node, by who administrates it, and answers of jobs: in pieces, as they come."""
+"""Requests made at the node by its administrators, and answers of jobs: sent in pieces, as they come."""
 
 from collections.abc import AsyncGenerator
 from itertools import count

@@ -1,8 +1,8 @@
 """Runs the work on snapshots in threads, because it may wait long for a disk; finds snapshots that nobody needs any
 more.
 
-What takes as long as a folder is large has threads of its own, and of these, where there are several tenants, one has
-half at most.
+Work that takes longer for larger folders has threads of its own. Where there are several tenants, one has half of these
+at most.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Keeper:
         return asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def copying(self, tenant: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Something that is as long as a tenant's folder is large. Also of who has left it is at work until it ends."""
+        """Something that is as long as a tenant's folder is large. It runs to its end, also for a departed caller."""
         turn = self._turns.setdefault(tenant, asyncio.Semaphore(self._part))
         loop = asyncio.get_running_loop()
         await turn.acquire()

@@ -1,4 +1,4 @@
-"""What functions have printed, for who may read it, and what they print from then on."""
+"""Output of functions, past and new, for callers that may read it."""
 
 import asyncio
 from collections import Counter
@@ -19,7 +19,7 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.messages import Failure
 
 MAX: Final = 64
-"""Logs that are followed at once, and of these, OF_TENANTS by keys of tenants: the rest is for who sees the whole node.
+"""Logs that are followed at once, and of these, OF_TENANTS by keys of tenants: the rest is for callers that see all.
 On a node of many tenants, OF_ONE by one of them, whatever its keys.
 """
 
@@ -27,21 +27,21 @@ OF_TENANTS: Final = 48
 OF_ONE: Final = 16
 
 AGAIN_S: Final = 2.0
-"""After which who follows a log is asked for a right to it, though nothing was printed."""
+"""After which the right to a followed log is checked again, though nothing was printed."""
 
 
 class LogTails:
-    """``admits`` says whether a caller would be let in now, whatever it was let in with."""
+    """``admits`` returns whether a caller would be let in now, whatever it was let in with."""
 
     def __init__(
         self, permits: Permits, logs: FunctionLogs, picture: RouterState, admits: Callable[[Caller], bool]
     ) -> None:
         self._permits, self._logs, self._picture, self._admits = permits, logs, picture, admits
-        self._following: Counter[str] = Counter()  # by owner; "": who sees the whole node
+        self._following: Counter[str] = Counter()  # by owner; "": callers that see the whole node
 
     @contextmanager
     def printed(self, name: str, tenant: str) -> Iterator[asyncio.Queue[bytes]]:
-        """What is printed under this name meanwhile, for who deploys it at the node, where few are at once."""
+        """Output under this name meanwhile, for a deploy at the node, where few run at once."""
         log = self._logs.begin(name, tenant)
         news = log.follow()
         try:
@@ -56,7 +56,7 @@ class LogTails:
         self._permits.may(caller, act)
         picture, name = self._picture, base_of(act.name)
         known = tenancy.sees(caller, picture, name) and not self._logs.hides(name, caller.tenant)
-        left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
+        left = tenancy.sees_all(caller)  # of a function that was removed, or of none: its owner is unknown
         if not known and not (left and NAME.fullmatch(name) and self._logs.path(name).exists()):
             raise HttpError(queueing.absent(picture, name))
         log = self._logs.of(name)

@@ -96,7 +96,7 @@ def _find(allowed: str, path: str) -> FunctionFolder:
     if "\0" in path:
         raise NoFunction("its path has a null byte")
     inside = Path(allowed).resolve()
-    place = (inside / path).resolve()  # links are followed: what counts is where they lead
+    place = (inside / path).resolve()  # links are followed: only their target counts
     if not place.is_relative_to(inside):
         raise NoFunction(f"it lies outside of {inside}, the folder of adapters")
     return modelfolder.find_adapter(str(place))._replace(inside=inside)

@@ -1,6 +1,7 @@
-"""What the options of a deploy come to: of the command, then of ``dormouse.toml``, then of what the function had. Pure.
+"""Resolution of a deploy's options: those of the command, then of ``dormouse.toml``, then those that the function had.
+Pure.
 
-Options are told flat, in the words of schemas/options.py: one entry for each, and one for each variable and secret.
+Options are passed flat, in the words of schemas/options.py: one entry for each, and one for each variable and secret.
 """
 
 import re
@@ -25,13 +26,13 @@ _WANTED: Final = {bool: "true or false", int: "a whole number", float: "a number
 _SHOWN_CHARS: Final = 80
 
 OF_ONE_DEPLOY: Final = ("note", "check", "traffic")
-"""What is said with a deploy, and is no option of the function."""
+"""Settings of one deploy that are no options of the function."""
 
 
 @dataclass(frozen=True)
 class SettledOptions:
     """``options``: what the version keeps for later ones, of which ``of_file`` are ``dormouse.toml``'s; ``kept``: those
-    that neither the command nor the file has said.
+    that neither the command nor the file has set.
     """
 
     settings: Settings
@@ -41,7 +42,7 @@ class SettledOptions:
 
 
 def flat(said: Mapping[str, Any], strict: bool = False) -> Flat:
-    """As somebody has said them. Raises ConfigError."""
+    """As somebody has given them. Raises ConfigError."""
     found: Flat = {}
     for word, value in said.items():
         name = _named(word)
@@ -59,7 +60,7 @@ def flat(said: Mapping[str, Any], strict: bool = False) -> Flat:
 
 
 def of_file(text: str) -> Flat:
-    """What a ``dormouse.toml`` says. Raises ConfigError naming the line."""
+    """The options in a ``dormouse.toml``. Raises ConfigError naming the line."""
     if len(text.encode()) > FILE_NBYTES:
         raise ConfigError(f"{FILE} has more than {FILE_NBYTES:,} bytes; put what is larger into a file of its own")
     try:
@@ -95,7 +96,7 @@ def settle(said: Flat, file: Flat, before: FunctionSpec | None, reset: Iterable[
 
 
 def had(spec: FunctionSpec) -> Flat:
-    """What a version was deployed with. One of an older Dormouse has what can be seen of it."""
+    """The options of a deployed version; for one of an older Dormouse, those that can be seen of it."""
     if spec.options is not None:
         return dict(spec.options)
     of_model = spec.llm if spec.llm is not None and not spec.llm.base else spec.embedding
@@ -117,7 +118,7 @@ def had(spec: FunctionSpec) -> Flat:
 
 
 def changes(before: Flat, after: Flat) -> list[dict[str, str | None]]:
-    """For people: what is another than before. Variables have no values here."""
+    """For people: the options that have changed. Variables have no values here."""
     rows = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key, _default(key)), after.get(key, _default(key))
@@ -132,7 +133,7 @@ def told(spec: FunctionSpec) -> dict[str, str]:
 
 
 def told_in_audit(spec: FunctionSpec) -> dict[str, Any]:
-    """What was deployed: variables and secrets by their names alone."""
+    """A deployed version for the audit log: variables and secrets by their names alone."""
     more = {"version": spec.version, "content": spec.content, "note": spec.note, "options": told(spec)}
     return {key: value for key, value in more.items() if value not in ("", {})}
 

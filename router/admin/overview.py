@@ -1,4 +1,4 @@
-"""What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
+"""The router's part of `dormouse ls` and `dormouse status`. No I/O. Visibility to callers is tenancy.py's."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +34,7 @@ OPTIONAL: Final = {"metrics", PLAIN_ZYGOTE}
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     paths: RunPaths
@@ -78,7 +78,7 @@ def _running(picture: RouterState, function: ServedFunction) -> int:
 
 
 def own(stats: dict[str, FunctionStats], spec: FunctionSpec) -> FunctionStats | None:
-    """What is counted of it; None of what another tenant has had under its name, or if nobody has asked."""
+    """Its counts; None if there are none yet, or they are of another tenant's function of that name."""
     found = stats.get(spec.name)
     return found if found is not None and found.tenant == spec.tenant else None
 
@@ -139,7 +139,7 @@ def functions(
 
 
 def loads(picture: RouterState, now_s: float) -> list[dict[str, Any]]:
-    """What loads, and since when; and what waits for a place to load, if it may: a row of each."""
+    """A row of each instance that loads, with its times, and of each that waits for a place to load and may."""
     rows = []
     for each in picture.instances.values():
         if not each.state.loads:
@@ -175,7 +175,7 @@ def _load(
 
 
 async def processes(node: Node) -> dict[str, dict[str, Any]]:
-    """What each instance takes of the machine, by its name. Looked up beside the loop: there may be hundreds."""
+    """Resources of each instance, by its name. Looked up in a thread: there may be hundreds."""
     pids = {name: host.pid for name, host in node.instances.hosts.items()}
     found = await asyncio.to_thread(procfs.footprints, [*pids.values()])
     return {name: {"pid": pid, **found[pid]._asdict()} for name, pid in pids.items() if pid in found}
@@ -184,7 +184,7 @@ async def processes(node: Node) -> dict[str, dict[str, Any]]:
 def status(
     node: Node, rows: list[dict[str, Any]], controller: dict[str, Any], used: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The router's picture and the controller's in one: functions by name, GPUs, the store; ``used``: by instances."""
+    """The router's state and the controller's in one: functions by name, GPUs, the store; ``used``: by instances."""
     picture, (host, port) = node.policy.picture, node.address
     counted = controller.get("functions", {})
     return {
@@ -238,7 +238,7 @@ def url(node: Node) -> str:
 
 
 def bounded(status: dict[str, Any]) -> dict[str, Any]:
-    """What a caller is told of it: of long lists their first names and how many there are."""
+    """The part of it that a caller receives: of long lists, their first names and how many there are."""
     functions = {}
     for name, row in status["functions"].items():
         shared = row.get("shared_with", [])

@@ -1,4 +1,4 @@
-"""Asks router/access/ whether an act may be, and writes the line of the audit log that says what became of it."""
+"""Asks router/access/ whether an act is permitted, and writes the line of the audit log with its outcome."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from dormouse.schemas import admin as a
 
 @dataclass
 class Audited:
-    """What is known of an act when its line is written."""
+    """Facts of an act that are known when its line is written."""
 
     name: str
     more: dict[str, Any] = field(default_factory=dict)

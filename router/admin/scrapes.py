@@ -1,7 +1,7 @@
-"""`GET /metrics`: what router and controller have counted is handed to the metrics process, which writes it down.
+"""Serves `GET /metrics`: hands the counts of router and controller to the metrics process, which formats them.
 
-That process is started when somebody first asks. To write hundreds of functions down takes a tenth of a second, which
-no request should wait for. Here, a scrape is one pass over the functions, and bytes that go through.
+That process is started with the first scrape. Formatting hundreds of functions takes a tenth of a second, and no
+request should wait for that. Here, a scrape is one pass over the functions, and bytes that are passed on.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ MEASURES_S: Final = 2.0
 """For the controller; without its part, the rest is written."""
 
 PATIENCE_S: Final = 20.0
-"""After which who asks is told that it takes too long."""
+"""After which the caller is told that it takes too long."""
 
 MAX: Final = 4
 """Scrapes under way at once of callers who see their tenant's functions only; one of each caller. Those who see the
@@ -44,7 +44,7 @@ node are few, and are never kept from it.
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     paths: RunPaths
     peers: dict[str, int]
@@ -78,7 +78,7 @@ class Scrapes:
         self._up = asyncio.Event()
 
     async def text(self, caller: Caller, gzip: bool) -> bytes:
-        """All that the caller may see. Who asks again meanwhile gets the same. Raises HttpError."""
+        """All that the caller may see. A caller that asks again meanwhile gets the same. Raises HttpError."""
         await self._node.requests.knows_catalogue()
         whole = tenancy.sees_all(caller)
         key = caller.name, whole, gzip
@@ -96,7 +96,7 @@ class Scrapes:
     def _done(self, key: tuple[str, bool, bool], work: "asyncio.Task[bytes]") -> None:
         del self._works[key]
         if not work.cancelled():
-            work.exception()  # whoever still waits for it is told
+            work.exception()  # callers that still wait for it receive it
 
     async def _scrape(self, caller: Caller, whole: bool, gzip: bool) -> bytes:
         """Until the text is there, however long that takes: a process that is slow is given no more meanwhile."""
@@ -162,7 +162,7 @@ class Scrapes:
             )
         )
 
-    # --- what others say
+    # --- messages of others
 
     def peers_changed(self, peers: dict[str, int]) -> None:
         self.seen |= {*peers}

@@ -2,10 +2,10 @@
 
 ::
 
-    <name>/<snapshot>/...   what one deploy had: files 0444 or 0555, directories 0755; nothing of another kind
+    <name>/<snapshot>/...   one deploy: files 0444 or 0555, directories 0755; nothing of another kind
     .blobs/<hash>           files of at least 1 MiB, once per node: those of the trees are hard links to them
 
-Owns that directory. What comes in is a descriptor or a stream of bytes with a relative name, never a path; every entry
+Owns that directory. Its input is a descriptor or a stream of bytes with a relative name, never a path; every entry
 is made here, so no link can lead out. All methods block, some for minutes: they belong in a thread. A crash leaves
 trees that no function has and blobs that no tree has, which :meth:`Snapshots.strays` finds.
 """
@@ -92,7 +92,7 @@ class Snapshots:
         return upload
 
     def count(self, known: Iterable[tuple[str, str, str]]) -> None:
-        """What trees from before this process have, of ``(name, snapshot, tenant)``."""
+        """Count the trees of ``(name, snapshot, tenant)`` from before this process."""
         for name, snapshot, tenant in known if self._folders.most is not None else ():
             tree = self.tree(name, snapshot)
             for here, folders, names in os.walk(tree):
@@ -107,7 +107,7 @@ class Snapshots:
                 self.drop(tree)
 
     def put(self, tree: Path, tenant: str, nbytes: int, inode: int | None = None) -> tuple[int, int]:
-        """What the tenant has with these, and of it too much."""
+        """Bytes that the tenant has with these, and bytes in excess."""
         with self._books:
             over = self._folders.put(tree, tenant, nbytes, inode)
             return self._folders.held[tenant], over
@@ -306,7 +306,7 @@ def _too_large(what: str) -> HttpError:
 
 
 def checked_name(name: str) -> str:
-    """Raises HttpError for what is no plain name below a folder."""
+    """Raises HttpError for anything but a plain name below a folder."""
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name or len(name.encode()) > MAX_NAME_NBYTES:
         raise refuse(400, "bad_name", f"{name!r} cannot be a file's name below the function's folder")
@@ -395,7 +395,7 @@ def _folders(path: Path) -> list[Path]:
 
 @contextmanager
 def _as_refusals(name: str = "") -> Iterator[None]:
-    """Turns what the system says into what a caller is told."""
+    """Turns errors of the system into errors for the caller."""
     try:
         yield
     except OSError as error:

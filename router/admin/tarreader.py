@@ -1,8 +1,8 @@
-"""Reads a stranger's tar archive: the names, kinds and places of what is in it. Pure but for ``read``; makes nothing.
+"""Reads an untrusted tar archive: the names, kinds and places of its members. Pure but for ``read``; makes nothing.
 
 Only as much of the format as folders need: ustar, with pax records or GNU's long names. Everything else is refused by
-name. Python's ``tarfile`` reads more, and has patterns whose time grows with the square of what a header says, while no
-other thread runs. Here, all time is that of the bytes: descriptions are short, and only a few precede a member.
+name. Python's ``tarfile`` reads more, and has patterns whose time grows with the square of a header's content, while no
+other thread runs. Here, time grows with the bytes: descriptions are short, and only a few precede a member.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ END_NBYTES: Final = 1 << 20
 _OCTAL: Final = frozenset(b"01234567")
 _MARKS: Final = frozenset(b"gxLK")
 _SAYS_MORE: Final = ("path", "size", "linkpath")
-"""What the description of all members cannot have: they would be one file."""
+"""Fields that the description of all members cannot have: they would be one file."""
 
 
 class BadArchive(Exception):
@@ -74,7 +74,7 @@ def members(read: Callable[[int, int], bytes], nbytes: int) -> Iterator[ArchiveM
 
 
 def _said(mark: str, data: bytes) -> dict[str, str]:
-    """What a description says of the next member. Raises BadArchive."""
+    """Fields that a description sets for the next member. Raises BadArchive."""
     if mark == "L":
         return {"path": _field(data)}
     if mark == "K":
@@ -128,7 +128,7 @@ def _text(data: bytes) -> str:
 
 
 def _number(field: bytes, what: str) -> int:
-    """Octal digits, or GNU's bytes for what these cannot say. Raises BadArchive."""
+    """Octal digits, or GNU's bytes for numbers that these cannot hold. Raises BadArchive."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:])
     digits = field.strip(b" \0")

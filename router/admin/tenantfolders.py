@@ -1,5 +1,5 @@
-"""How many bytes tenants' snapshots have on the disk, with those of versions that are kept: pure. A large file that
-several of a tenant's snapshots have counts once; every other entry as a block at least, since it takes one.
+"""Bytes of tenants' snapshots on the disk, with those of versions that are kept: pure. A large file that several of a
+tenant's snapshots have counts once; every other entry as a block at least, since it takes one.
 """
 
 from collections import Counter

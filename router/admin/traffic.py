@@ -1,6 +1,6 @@
-"""Two versions of a function side by side: has the second one served, gives it its share, and ends it.
+"""Two versions of a function side by side: serves the second one, gives it its share, and ends it.
 
-What shares come to, and which version a request is for, core/decisions/requests/splits.py decides.
+core/decisions/requests/splits.py decides the effect of shares, and the version that a request is for.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class Sharing:
             )
 
     async def set(self, caller: Caller, act: a.Traffic, audited: dict[str, Any]) -> dict[str, Any]:
-        """Raises HttpError. What fails leaves things as they were before that step."""
+        """Raises HttpError. A step that fails changes nothing."""
         name = act.name
         served = self.whole(name).spec
         try:
@@ -117,7 +117,7 @@ class Sharing:
         return {str(version): share for version, share in splits.shares(self._picture, name).items()}
 
     def whole(self, name: str) -> ServedFunction:
-        """What has this name, which is no version's. Raises HttpError."""
+        """The function of this name, which is no version's. Raises HttpError."""
         if base_of(name) != name:
             text = f"{name!r} is a version; this is of the function: {base_of(name)}"
             raise refuse(400, "bad_request", text)

@@ -1,5 +1,5 @@
-"""Whose build of an environment is next, of those that wait: pure. Tenants take turns, so one that has many waiting
-delays each other tenant by one, and keeps none from asking.
+"""Order of the builds of environments that wait: pure. Tenants take turns, so one that has many waiting delays each
+other tenant by one, and keeps none from asking.
 """
 
 from collections import deque

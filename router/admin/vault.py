@@ -1,6 +1,7 @@
-"""Tenants' secrets: who may list, set and remove them, and what an instance is given. core/secretfile.py keeps them.
+"""Tenants' secrets: the callers that may list, set and remove them, and the values that an instance receives.
+core/secretfile.py keeps them.
 
-A secret is of a whole tenant, so a key that is for some functions alone may neither set nor use any: it could have
+A secret belongs to a whole tenant, so a key that is for some functions alone may neither set nor use any: it could have
 every one printed.
 """
 
@@ -24,20 +25,20 @@ from dormouse.schemas.messages import FunctionSpec
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # not in Python 3.11's fcntl
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-"""Nothing has it mapped, so it can never be written again. F_SEAL_WRITE says the same, but waits up to 150 ms for what
+"""Nothing has it mapped, so it can never be written again. F_SEAL_WRITE does the same, but waits up to 150 ms for what
 the kernel itself may have a page for, and then fails with EBUSY.
 """
 
 
 class Vault:
-    """``picture`` says which functions there are."""
+    """``picture`` has the functions that there are."""
 
     def __init__(self, file: SecretFile, picture: RouterState, changes: FileChanges) -> None:
         self._file, self._picture, self._changes = file, picture, changes
         self._leaving: Counter[tuple[str, str]] = Counter()  # removals under way, by tenant and name
 
     def counts(self) -> dict[str, int]:
-        """How many there are, by tenant; of a file that cannot be read none, and who wants one is told why."""
+        """How many there are, by tenant; of an unreadable file none, and a query for one is told why."""
         try:
             return Counter(each.tenant for each in self._file.all())
         except ConfigError:
@@ -59,7 +60,7 @@ class Vault:
                 if users := self._users(tenant, name):
                     text = f"{name!r} is used by {', '.join(users[:5])}; deploy these without it, or remove them"
                     raise refuse(409, "secret_used", text)
-                await asyncio.shield(self._remove(tenant, name))  # who has left has asked for it all the same
+                await asyncio.shield(self._remove(tenant, name))  # a departed caller has asked for it all the same
                 return {"removed": name, "tenant": tenant}
 
     async def _remove(self, tenant: str, name: str) -> None:
@@ -97,7 +98,7 @@ class Vault:
         return self._file.values(spec.tenant, spec.secrets)
 
     def _tenant(self, caller: Caller, tenant: str, act: a.Act) -> str:
-        """Whose secrets are meant; "" for all. Raises HttpError."""
+        """The tenant whose secrets are meant; "" for all. Raises HttpError."""
         self._whole(caller)
         if caller.tenant is None:
             return tenant or ("" if isinstance(act, a.Secrets) else a.Settings().tenant)

@@ -1,5 +1,5 @@
-"""What deployed versions have on the disk, their folders and their libraries: kept while one is served or can be rolled
-back to, and removed once no instance has it either. What a build or a deploy on its way needs is theirs to hold.
+"""Folders and libraries of deployed versions on the disk: kept while a version is served or can be rolled back to, and
+removed once no instance has them either. Builds and deploys under way hold their own.
 """
 
 import time
@@ -14,7 +14,7 @@ from dormouse.schemas.messages import FunctionSpec
 
 
 class KeptVersions:
-    """``in_use`` says which snapshots instances have."""
+    """``in_use`` returns the snapshots that instances have."""
 
     def __init__(
         self,

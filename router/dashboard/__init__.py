@@ -1,1 +1,1 @@
-"""What people at a browser are shown: the page's files, and a live stream of what the node does."""
+"""The dashboard: the page's files, and a live stream of the node's activity."""

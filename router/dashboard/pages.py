@@ -1,4 +1,4 @@
-"""The dashboard's files, as they lie beside this module. They tell nothing of the node, and need no key."""
+"""The dashboard's files, as they lie beside this module. They reveal nothing of the node, and need no key."""
 
 from pathlib import Path
 from typing import Final

@@ -1,5 +1,5 @@
-"""What the dashboard shows of `dormouse status`: pure. Nothing that grows by the clock alone is in it, so that a quiet
-node has nothing to say.
+"""The dashboard's view of `dormouse status`: pure. Nothing that grows by the clock alone is in it, so that a quiet node
+sends nothing.
 """
 
 from dataclasses import dataclass, field
@@ -35,8 +35,8 @@ LLM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What one kind of caller sees. ``functions`` and ``gpus`` are by name, ``minutes`` by number; the rest is told
-    as a whole.
+    """The state that one kind of caller sees. ``functions`` and ``gpus`` are by name, ``minutes`` by number; the rest
+    is sent as a whole.
     """
 
     node: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def _picked(row: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def difference(before: NodeView, after: NodeView) -> dict[str, Any]:
-    """What has changed: whole rows, None for those that are gone; nothing if nothing has."""
+    """The changes: whole rows, None for those that are gone; empty if there are none."""
     changed: dict[str, Any] = {}
     for part in ("node", "problems", "store"):
         if getattr(before, part) != (now := getattr(after, part)):

@@ -1,5 +1,5 @@
-"""When requests had a GPU, for the timeline: pure. Gathered while somebody watches, taken a few times a second; what
-was before is made of the last requests that are kept anyway.
+"""Times in which requests had a GPU, for the timeline: pure. Collected while somebody watches, taken a few times a
+second; earlier ones are made of the last requests that are kept anyway.
 
 A request whose executor dies begins again: it then has two spans, of which the first is not known later.
 """
@@ -46,12 +46,12 @@ class GpuSpan:
 
 
 class Spans:
-    """``taken`` gives what has ended since the last time, and what has begun and goes on."""
+    """``taken`` returns the requests ended since the last time, and those that have begun and go on."""
 
     def __init__(self) -> None:
         self._numbers = 0
         self._open: dict[int, GpuSpan] = {}  # by request
-        self._fresh: dict[int, GpuSpan] = {}  # likewise: those that were not told yet
+        self._fresh: dict[int, GpuSpan] = {}  # likewise: those that were not sent yet
         self._ended: list[GpuSpan] = []
         self._dropped: Counter[tuple[str, str]] = Counter()  # by function and tenant
 
@@ -101,7 +101,7 @@ class Spans:
 
 
 def before(past: Iterable[tuple[str, Past]], at: float, now_s: float) -> list[list[Any]]:
-    """As told, oldest first, of requests that are over with their functions: the newest. Their numbers are below 0, so
+    """As sent, oldest first, of requests that are over with their functions: the newest. Their numbers are below 0, so
     that they are nobody else's. ``at`` is ``now_s`` of the Unix clock.
     """
     newest = sorted((each for each in past if each[1].timing.gpu >= 0), key=lambda each: each[1].at)[-MAX:]
@@ -118,7 +118,7 @@ def before(past: Iterable[tuple[str, Past]], at: float, now_s: float) -> list[li
 
 
 def _copied_s(timing: e.Timing, begun_s: float, ended_s: float) -> float | None:
-    """When its model had come, if that is known: no later than its end, whatever an instance says."""
+    """When its model had come, if that is known: no later than its end, whatever an instance reports."""
     if timing.first is not None:
         return begun_s + min(timing.first.wake_us / 1e6, ended_s - begun_s)
     return None if timing.copy_s is None else min(begun_s + timing.copy_s, ended_s)

@@ -1,7 +1,7 @@
-"""Those who watch the node: one sampler for all of them, from when the first comes until the last has left.
+"""Watchers of the node: one sampler for all of them, from the arrival of the first until the last has departed.
 
-Each hears a snapshot, then what has changed, as an event stream. Nothing is kept for one that does not read: what it
-misses it is not told, and when it reads again it is given a new snapshot. front/connection.py cuts those that never do.
+Each receives a snapshot, then the changes, as an event stream. Nothing is kept for one that does not read: it misses
+changes, and receives a new snapshot when it reads again. front/connection.py cuts those that never do.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ of any process, however many functions there are.
 """
 
 SILENCE_S: Final = 5.0
-"""After which a comment says that the node is there."""
+"""After which a comment shows that the node is there."""
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     log: Any
     requests: Requests
@@ -60,11 +60,11 @@ class Node(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Watcher:
-    """One reader. ``write`` is given a frame, and takes it or says no. ``left`` is set when it, or the node, ends."""
+    """One reader. ``write`` is given a frame, and takes or refuses it. ``left`` is set when it, or the node, ends."""
 
     write: Callable[[bytes], bool]
     left: "asyncio.Future[None]"
-    caller: Caller  # its rights are told, so that the page does not ask for what it would be refused
+    caller: Caller  # its rights are sent, so that the page sends no request that would be refused
     behind: bool = True  # it lacks something, and needs a snapshot
     missed: int | None = None  # frames since its snapshot; None: it has had none
 
@@ -90,7 +90,7 @@ class _Group:
 
 
 class Sampler:
-    """``status`` is all that there is to see of the node; ``admits`` says whether a caller would be let in now."""
+    """``status`` is all that there is to see of the node; ``admits`` returns whether a caller would be let in now."""
 
     def __init__(
         self, node: Node, status: Callable[[], Awaitable[dict[str, Any]]], admits: Callable[[Caller], bool]
@@ -112,7 +112,7 @@ class Sampler:
     def watchers(self) -> int:
         return sum(len(group.watchers) for group in self._groups.values())
 
-    # --- who watches
+    # --- watchers
 
     def enter(self, caller: Caller, write: Callable[[bytes], bool]) -> Watcher:
         """The watcher is the caller's to :meth:`leave`. Raises HttpError."""
@@ -164,14 +164,14 @@ class Sampler:
         self._sampler = self._timer = None
         self._last = {}
 
-    # --- what is to be seen
+    # --- views
 
     def poke(self) -> None:
         """Something has changed that a person looks for: do not wait for the next sample."""
         self._news.set()
 
     def processes(self, up: dict[str, int], gone: list[str]) -> None:
-        """One of the node's has ended, or is up: told at once, because the next sample may find it replaced."""
+        """One of the node's has ended, or is up: sent at once, because the next sample may find it replaced."""
         self.poke()
         if not self._last:
             return
@@ -279,7 +279,7 @@ class Sampler:
         assert self._spans is not None, "somebody watches"
         self._timer = asyncio.get_running_loop().call_later(SPANS_S, self._tell_spans)
         if all(watcher.behind for group in self._groups.values() for watcher in group.watchers):
-            return  # nobody could be told
+            return  # nobody could be reached
         spans, dropped = self._spans.taken()
         now_s = time.monotonic()
         for group in self._groups.values():

@@ -1,6 +1,6 @@
-"""How an answer of a function is said over HTTP: whole or as it comes, with what its time was spent on.
+"""An answer of a function over HTTP: whole or as it comes, with the parts of its time.
 
-Decides nothing: what the answer is, and that there is one, requests.py knows.
+Decides nothing: the answer comes from requests.py.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ async def whole(x: Exchange, outcome: Outcome, data: bytes, infers: bool) -> Non
 
 
 async def streamed(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
-    """Pass it on as it comes; between events, comments while nothing does. What ends too early never looks whole: text
-    ends with an error, bytes without an end.
+    """Pass it on as it comes; between events, comments while nothing does. An answer that ends too early never looks
+    whole: text ends with an error, bytes without an end.
     """
     if not x.begun:
         status, own = own_head(stream.head)
@@ -77,7 +77,7 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
 
 
 def told(timing: e.Timing) -> list[tuple[bytes, bytes]]:
-    """Of an answer: what its time was spent on, and which version of its function has made it, if one has."""
+    """Of an answer: the parts of its time, and which version of its function has made it, if one has."""
     version = [(b"x-dormouse-version", b"%d" % timing.version)] if timing.version else []
     return [server_timing(timing), *version]
 

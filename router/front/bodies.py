@@ -1,12 +1,12 @@
 """The bodies of requests, from their first byte until their request is settled, under one budget for the whole node.
 
-Small ones are plain bytes: connections bound how many there are. A larger one first gets room for all that was
-announced, in order of arrival, and is written into pages of its own as it arrives; until there is room its socket is
-not read. So none waits with half its bytes for another that does the same, and what is given back goes back to the
-system. Where there are several tenants, one has a part of the room at most, and who waits for that holds up nobody
-else. Answers that clients have not read yet count too.
+Small ones are plain bytes: the bound on connections bounds their number. A larger one first gets room for its announced
+length, in order of arrival, and is written into pages of its own as it arrives; until there is room its socket is not
+read. So none waits with half its bytes for another that does the same, and released pages go back to the system. Where
+there are several tenants, one has a part of the room at most, and its waiting bodies hold up nobody else. Answers that
+clients have not read yet count too.
 
-Nothing here knows of HTTP or looks at what the bytes are.
+Nothing here knows of HTTP or looks at the bytes.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class NoRoom(Exception):
 
 
 class Body:
-    """One request's bytes: ``data`` once it is complete. Whoever has it closes it, once. ``kind`` and ``accept`` are
-    what Run says of it. ``owner``: the tenant that sends it; "": the node itself.
+    """One request's bytes: ``data`` once it is complete. Its holder closes it, once. ``kind`` and ``accept`` are
+    as in Run. ``owner``: the tenant that sends it; "": the node itself.
     """
 
     def __init__(self, bodies: "Bodies", owner: str = "") -> None:
@@ -109,7 +109,7 @@ class Bodies:
         self.part_nbytes = budget_nbytes if part_nbytes is None else min(part_nbytes, budget_nbytes)
         self._owned: Counter[str] = Counter()  # bytes by owner
         self.taken_nbytes = 0
-        self.unread_nbytes = 0  # of answers; told once a second
+        self.unread_nbytes = 0  # of answers; reported once a second
         self._waiting: deque[tuple[int, str, asyncio.Future[None]]] = deque()
         self._spare: mmap.mmap | None = None  # pages of the last body that was closed
         self._forgetting: asyncio.TimerHandle | None = None

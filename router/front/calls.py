@@ -1,6 +1,6 @@
-"""Carries functions' calls out as requests, and brings their answers, as HTTP would say them, back to who calls.
+"""Carries functions' calls out as requests, and returns their answers, in the form of HTTP, to the caller.
 
-Whether a call may be, and until when, is decided in core/decisions/requests/calls.py.
+core/decisions/requests/calls.py decides whether a call may be, and its deadline.
 """
 
 import time
@@ -21,7 +21,7 @@ from dormouse.schemas import messages as m
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     epoch: int
     requests: Requests
@@ -86,7 +86,7 @@ class FunctionCalls:
         self._node.dispatch(e.CallOver(begin.instance, begin.number))
 
     async def _asked(self, begin: e.BeginCall, labels: Labels) -> tuple[Outcome, bytes, str, m.AnswerHead | None]:
-        """What comes of it, whole; of what came in parts, the kind and head too. Raises HttpError."""
+        """The whole outcome; of an answer in parts, its kind and head too. Raises HttpError."""
         requests, picture, call, tenant = self._node.requests, self._node.picture, begin.call, begin.spec.tenant
         with receiving(requests.bodies, tenant) as body:
             await body.add(call.body, len(call.body))

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, and what it may take of this process.
+"""One HTTP connection, uvicorn's, with bounds on the resources that it takes.
 
     idle --first byte--> head --all of it--> body --all of it--> answered, idle again
                                                 \\--answered before that--> ending
@@ -6,14 +6,14 @@
 * A head has at most HEAD_NBYTES and HEADERS fields (431), and so do a chunked body's trailers and extensions.
 * A head comes within ``header_s`` of its first byte, a body within ``body_s`` and a second for each PACE_NBYTES of it
   (408). So must an answer be read, else the connection is cut. While we do not read, the client's clock stands still.
-* There are places for so many connections, and who gives way to one more is decided in places.py.
+* The number of connections is bounded; places.py decides which one gives way to one more.
 * One that has been idle for ``keep_alive_s`` is closed.
-* Who is answered while it still sends is listened to for a while: a close at once would be a reset, which takes the
-  answer with it (RFC 9112, 9.6). What it sends is thrown away, up to LINGER_NBYTES, LINGER_S and a silence of QUIET_S.
+* A client that is answered while it still sends is read for a while: a close at once would be a reset, which takes the
+  answer with it (RFC 9112, 9.6). Its bytes are discarded, up to LINGER_NBYTES, LINGER_S and a silence of QUIET_S.
 
 The application is called with a Cycle (cycle.py) for each request, one after the other.
 
-It does not know what is asked for; that is http.py.
+The content of requests is http.py's.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ FEED_NBYTES: Final = 8 << 10
 """To the parser at a time, so that what lies between two pieces of a body is measured, however much comes at once."""
 
 LINGER_NBYTES: Final = 256 << 20
-"""Sixteen bodies of the usual limit: clients that send all of a body before they read are heard out."""
+"""Sixteen bodies of the usual limit: clients that send all of a body before they read are read to the end."""
 
 LINGER_HEAD_NBYTES: Final = 1 << 20
 """Of a head that does not end."""
@@ -60,7 +60,7 @@ class Onward:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a connection meets, and how an error is worded: ``render(failure)`` is a whole answer."""
+    """Limits of a connection, and the wording of errors: ``render(failure)`` is a whole answer."""
 
     places: "ConnectionPlaces[HttpConnection]"
     header_s: float
@@ -90,7 +90,7 @@ class HttpConnection(ReceivingConnection):
         super().__init__(*args, **kwargs)
         self._bounds = bounds
         self._phase = _Phase.IDLE
-        self._due_s = math.inf  # when the client must have sent what it is sending
+        self._due_s = math.inf  # when the client must have sent the rest
         self._read_due_s = math.inf  # when it must have read its answer
         self._brought = False  # whether the bytes at hand had any of a body, or ended a message
         self._overhead_nbytes = 0  # in a row that brought nothing
@@ -99,7 +99,7 @@ class HttpConnection(ReceivingConnection):
         self._asks_upgrade = False  # the head at hand: its request begins when it is read again, as ``_again``
         self._again = b""
         self._line = b""  # that the head at hand begins with, and perhaps more; the parser does not tell its protocol
-        self._is_deaf = False  # what it says is thrown away
+        self._is_deaf = False  # its bytes are discarded
         self._left_nbytes = 0  # of what may still be thrown away, until then
         self._end_s = math.inf
         self._current: Cycle | None = None  # the one that is being answered, or was last
@@ -275,7 +275,7 @@ class HttpConnection(ReceivingConnection):
             self._bounds.places.owes(self, now_s)  # the rest of a head, or of a body that nobody waits for
 
     def _rests(self, now_s: float) -> None:
-        """It may give way, once all that it was told is on its way."""
+        """It may give way, once all that was written to it is on its way."""
         if not self._unread_nbytes():
             self._bounds.places.rests(self, now_s)
 
@@ -286,12 +286,12 @@ class HttpConnection(ReceivingConnection):
 
     @property
     def closes(self) -> bool:
-        """Whether nothing that its client says counts any more."""
+        """Whether nothing that its client sends counts any more."""
         return self.transport.is_closing() or self._phase is _Phase.ENDING
 
     @property
     def is_over(self) -> bool:
-        """Whether all is said, and perhaps a TLS client's farewell to come."""
+        """Whether all is sent, and perhaps a TLS client's farewell to come."""
         return self.closes and not self._unread_nbytes()
 
     @property
@@ -306,15 +306,15 @@ class HttpConnection(ReceivingConnection):
         self._bounds.places.rests(self, now_s)
 
     def is_left(self) -> None:
-        """A successor takes over. Of TLS nothing can go there: what its client has asked for last is answered, and it
+        """A successor takes over. Of TLS nothing can go there: its client's last request is answered, and it
         is told to come back on another connection.
         """
         if self.below is not None and self.cycle is not None:
             self.cycle.keep_alive = False
 
     def go_over(self) -> None:
-        """To the successor, if it is idle and all that it was told is on its way; what its client says from now on
-        waits in the kernel.
+        """To the successor, if it is idle and all of its output is on its way; bytes of its client from now on
+        wait in the kernel.
         """
         give = self._bounds.onward.give
         if give is None or self._phase is not _Phase.IDLE or self._answering:
@@ -373,14 +373,14 @@ class HttpConnection(ReceivingConnection):
         self._leave()
 
     def finish(self) -> None:
-        """All is said, and nothing more will be."""
+        """All is sent, and nothing more will be."""
         if self._phase is _Phase.IDLE and not self.pipeline and not self.flow.read_paused:
             self.transport.close()
         else:
             self._linger(LINGER_NBYTES)
 
     def _linger(self, nbytes: int) -> None:
-        """Close, once the client has had time to hear what was said last."""
+        """Close, once the client has had time to receive the last bytes."""
         if self.transport.is_closing():
             return
         now_s = self.loop.time()

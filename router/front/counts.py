@@ -1,4 +1,4 @@
-"""How many requests each function has had answered, told to the controller now and then."""
+"""Numbers of answered requests, by function, reported to the controller now and then."""
 
 import asyncio
 from collections import Counter

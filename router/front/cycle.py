@@ -1,7 +1,7 @@
-"""One request and the answer to it, in bytes. connection.py makes it, exchange.py uses it.
+"""One request and its answer, in bytes. connection.py makes it, exchange.py uses it.
 
-Not as ASGI has it: a body comes in the pieces in which it was read, an answer is one write, and who answers is called
-when the client leaves.
+Unlike ASGI, a body comes in the pieces in which it was read, an answer is one write, and the answering side is called
+when the client departs.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ class Cycle:
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
-        self._chunked = chunked  # else what has no length ends with its connection, as HTTP/1.0 has it
+        self._chunked = chunked  # else a body without a length ends with its connection, as HTTP/1.0 has it
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
         self.endless = False  # nobody waits for the end of its answer
         self._connection = connection
-        self._awaited = awaited  # the client wants to hear that its body is wanted
+        self._awaited = awaited  # the client waits for the word that its body is wanted
         self._more = True  # of the body
         self._pieces: list[bytes] = []
         self._unread_nbytes = 0
@@ -60,7 +60,7 @@ class Cycle:
     # --- the request
 
     def asks_for(self, owner: str) -> bool:
-        """Who asks is known: whether this is to be answered; "": somebody without a key."""
+        """The caller is known; "": somebody without a key. Whether this is to be answered."""
         return self._connection.asks_for(owner)
 
     def came(self, piece: bytes, last: bool = False) -> None:

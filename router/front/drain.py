@@ -1,6 +1,6 @@
-"""Whether new requests are turned away, and who waits until those that were there have ended.
+"""Draining of the node: refuses new requests, and holds its callers until the earlier ones have ended.
 
-A marker in the run directory keeps it: a router that is started again goes on as the one before.
+A marker in the run directory keeps the state: a router that is started again goes on as the one before.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Final
 from dormouse.router.access.access import Refusal
 
 AGAIN_S: Final = 5
-"""What clients are told to wait: nobody knows how long it is."""
+"""Seconds that clients are asked to wait: nobody knows how long it is."""
 
 _REFUSAL: Final = Refusal(
     503,

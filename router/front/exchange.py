@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, and how errors are worded as answers.
+"""One HTTP request and its answer, and the wording of errors as answers.
 
-A body is read in chunks and never beyond its limit (bodies.py). What is answered is decided elsewhere.
+A body is read in chunks and never beyond its limit (bodies.py). The content of answers is decided elsewhere.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Exchange:
         self.request_id = request_id
         self.extra: Pairs = ()  # headers of any answer
         self.function: str | None = None  # that it is for, once that is known, until it is its request
-        self.reads = False  # whether who asks may read functions' logs
+        self.reads = False  # whether the caller may read functions' logs
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk
         self.chunk_now = cycle.chunk_now
@@ -69,7 +69,7 @@ class Exchange:
         self._unpacker: Unpacker | None = None
 
     def unpacks(self) -> None:
-        """What is read of its body from now on is what its Content-Encoding was put on. Raises HttpError."""
+        """Decode its body by its Content-Encoding from now on. Raises HttpError."""
         said = b",".join(self.fields(b"content-encoding")).lower().split(b",")
         codings = [coding.strip() for coding in said if coding.strip() not in (b"", b"identity")]
         if len(codings) > 1 or (codings and codings[0] not in CODINGS):
@@ -149,7 +149,7 @@ class Exchange:
         await self.answer(status, orjson.dumps(value))
 
     def told(self, failure: Failure) -> Failure:
-        """As who asks may read it."""
+        """As the caller may read it."""
         return structs.replace(failure, text=failure.whole) if self.reads and failure.whole else failure
 
     async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:

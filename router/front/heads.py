@@ -1,7 +1,7 @@
-"""A request's head, once it is whole: what is asked for, by RFC 9112, and what is wrong with heads. Pure: no I/O.
+"""A request's head, once it is whole: its meaning by RFC 9112, and the faults of heads. Pure: no I/O.
 
-The parser knows which bytes may stand where. It lets pass what nobody should: other versions, codings of a transfer
-that it leaves to others, targets that are none, a missing Host. Whose name the node answers to is access/'s.
+The parser knows which bytes may stand where. It passes some heads that must be refused: other versions, codings of a
+transfer that it leaves to others, targets that are none, a missing Host. The names of the node are access/'s.
 """
 
 import urllib.parse
@@ -16,7 +16,7 @@ HEADERS: Final = 128
 """Browsers and proxies send some twenty; a field costs a hundred times its bytes here."""
 
 OF_HEADS: Final = (b"connection", b"proxy-connection")
-"""In a trailer the parser obeys them too, and hears nothing more."""
+"""In a trailer the parser obeys them too, and reads nothing more."""
 
 Fields = list[tuple[bytes, bytes]]
 
@@ -63,7 +63,7 @@ def _authority(url: Any) -> bytes:
 
 
 def _called(headers: Fields, authority: bytes) -> Fields:
-    """What is asked of a proxy names the server in its target, and a Host that says something else counts for nothing
+    """A request to a proxy names the server in its target, and a Host that says something else counts for nothing
     (RFC 9112, 3.2.2). That there is one too many is still seen.
     """
     if not any(name == b"host" for name, _ in headers):

@@ -1,6 +1,6 @@
-"""The HTTP face: serves what router/access/gate.py lets in, but for what is below /admin, which is handed on.
+"""The HTTP face: serves the requests that router/access/gate.py lets in, and hands on those below /admin.
 
-What comes before a request is whole, and that its client leaves, is known to connection.py.
+connection.py handles a request until it is whole, and the departure of its client.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     epoch: int
     config: NodeConfig
@@ -66,7 +66,7 @@ class KeptAnswers(Protocol[Wish]):
     """Jobs (router/jobs/)."""
 
     def wish(self, x: Exchange) -> Wish | None:
-        """What makes a job of this request, if anything does. Raises HttpError."""
+        """The wish that makes this request a job, if it has one. Raises HttpError."""
         ...
 
     async def take(self, x: Exchange, wish: Wish, name: str, body: Body, route: str, labels: Labels) -> None:
@@ -74,12 +74,12 @@ class KeptAnswers(Protocol[Wish]):
         ...
 
     async def route(self, x: Exchange, entered: Entered) -> None:
-        """What is below /jobs. Raises HttpError."""
+        """Serve the routes below /jobs. Raises HttpError."""
         ...
 
 
 class Application:
-    """The application. ``administer`` serves what is below /admin."""
+    """The application. ``administer`` serves the routes below /admin."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Application:
         await x.answer(200, self._documents.document(picture, caller))
 
     async def _inference(self, x: Exchange, entered: Entered) -> None:
-        """What the Open Inference Protocol says of models. Raises HttpError."""
+        """Serve the Open Inference Protocol's routes about models. Raises HttpError."""
         picture, stats = self._node.policy.picture, self._node.requests.stats
         await self._node.requests.knows_catalogue()
         if entered.route.act is Act.INDEX:
@@ -207,7 +207,7 @@ class Application:
         await x.answer_json(200, said)
 
     async def _invoke(self, x: Exchange, asked: str | None, caller: Caller, route: str = "") -> None:
-        """``asked``: the function, or one version of it; None: the body says it."""
+        """``asked``: the function, or one version of it; None: the body names it."""
         requests, picture = self._node.requests, self._node.policy.picture
         await requests.knows_catalogue()
         infers = x.scope["path"].startswith("/v2/")
@@ -244,7 +244,7 @@ class Application:
         except HttpError:
             body.close()
             raise
-        if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
+        if self._node.ending:  # its links close: a request begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
         labels = self._labels(x)
@@ -268,7 +268,7 @@ class Application:
 
 
 def _types(x: Exchange) -> tuple[str, str]:
-    """What the body is, and what the answer may be, as Run says it. Raises HttpError."""
+    """The types of the body and of the answer, as Run has them. Raises HttpError."""
     kind, accept = (x.header(name) or b"" for name in (b"content-type", b"accept"))
     if len(kind) > TYPE_NBYTES:
         text = f"the content-type has more than {TYPE_NBYTES} bytes; send a shorter one"

@@ -1,8 +1,8 @@
-"""How a function does lately, for whoever is called at night: of its last answers which were in time, which failed, and
+"""Recent health of a function, for the person on call: the share of its last answers in time, those that failed, and
 whether it has answered at all. Pure: no I/O, no clock.
 
-Counted for one version: another begins anew, so that what was mended is an alarm no more. What an alarm is, problems.py
-says.
+Counted for one version: another begins anew, so that a mended fault is no longer an alarm. problems.py decides what is
+an alarm.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ WINDOW_S: Final = 60.0
 """An alarm is over so long after the last answer that was a reason for it."""
 
 ROW_S: Final = 600.0
-"""Failures in a row are told for longer: of a function that is asked seldom, too."""
+"""Failures in a row are reported for longer: of a function that is asked seldom, too."""
 
 MAX: Final = 1024
 """Answers that are kept: enough for 98 % and 99 %, and little for hundreds of functions."""
@@ -29,7 +29,7 @@ class Lately:
     in_a_row: int = 0  # failures, since something was answered
 
     def add(self, key: object, now_s: float, *, late: bool, failed: bool) -> None:
-        """An answer. What was late or failed before ``key`` is over."""
+        """An answer. Late and failed ones from before ``key`` are forgotten."""
         if self.key is not key and self.key != key:
             self.key, self.late, self.in_a_row = key, 0, 0
             self.answers.clear()

@@ -1,6 +1,7 @@
-"""What became of requests, minute by minute, for an hour: rings of counts, whatever is asked. Pure: no I/O, no clock.
+"""Outcomes of requests, minute by minute, for an hour: rings of counts, of one size under any load. Pure: no I/O, no
+clock.
 
-Minutes are numbered by the caller's clock. What was before the router's start is not known: whoever shows this says so.
+Minutes are numbered by the caller's clock. Those before the router's start are not known: every view of this says so.
 """
 
 from array import array
@@ -9,7 +10,7 @@ from operator import add
 from typing import Final
 
 IN_TIME, LATE, FAILED, OTHER = range(4)
-"""Of an answer; OTHER is what was turned away, given up by its client, or asked wrongly."""
+"""Of an answer; OTHER: turned away, given up by its client, or malformed."""
 
 KINDS: Final = 4
 MINUTE_S: Final = 60.0

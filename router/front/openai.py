@@ -1,6 +1,6 @@
-"""What the router itself knows of OpenAI's interface: which function a request is for, and the list of models.
+"""The router's part of OpenAI's interface: the function that a request is for, and the list of models.
 
-Everything else of a request is the function's instance's to understand.
+The rest of a request is for the function's instance to interpret.
 """
 
 from typing import Any, Final
@@ -27,7 +27,7 @@ STREAMED: Final = frozenset({"chat", "completions", "responses"})
 
 
 class Addressed(msgspec.Struct):
-    """Which function a request names, and whether its answer is to come in parts."""
+    """The function that a request names, and whether its answer is to come in parts."""
 
     model: str
     stream: bool | None = False
@@ -74,7 +74,7 @@ def _is_model(function: ServedFunction) -> bool:
 
 
 def _model(function: ServedFunction) -> dict[str, Any]:
-    """``parent``: of a model with an adapter, its base; as vLLM says it."""
+    """``parent``: of a model with an adapter, its base; as in vLLM."""
     spec = function.spec
     said = {"id": spec.name, "object": "model", "created": 0, "owned_by": spec.tenant, "x_version": spec.version}
     return said | {"parent": (spec.llm.base or None) if spec.llm is not None else None}

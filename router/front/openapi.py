@@ -1,6 +1,6 @@
-"""What functions say of themselves over HTTP: the schema of one, and an OpenAPI document of all that a caller may use.
+"""Schemas of functions over HTTP: that of one, and an OpenAPI document of all that a caller may use.
 
-Pure. An instance makes its schema; it may be hostile, so what it has sent is read here as any input is.
+Pure. An instance makes its schema; it may be hostile, so the schema is read here as any input is.
 """
 
 import base64
@@ -49,13 +49,13 @@ def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
 
 
 def said_of(function: ServedFunction) -> dict[str, Any]:
-    """What its instance has said that is well-formed."""
+    """The well-formed part of the schema that its instance has sent."""
     return said_in(function.schema)
 
 
 def said_in(schema: bytes | None) -> dict[str, Any]:
     try:
-        said = orjson.loads(schema or b"{}")  # what it takes, it can write again: no integers of any size
+        said = orjson.loads(schema or b"{}")  # all that it reads, it can write: no integers of any size
     except ValueError:
         return {}
     if not isinstance(said, dict):
@@ -73,7 +73,7 @@ def said_in(schema: bytes | None) -> dict[str, Any]:
 
 
 def _tensors(said: Any) -> bool:
-    """Whether it is what the Open Inference Protocol says of tensors."""
+    """Whether it has the Open Inference Protocol's form of tensors."""
     if not isinstance(said, dict) or said.keys() != {"inputs", "outputs"}:
         return False
     return all(isinstance(side, list) and all(_tensor(each) for each in side) for side in said.values())
@@ -95,7 +95,7 @@ def _levels(value: Any, most: int) -> int:
 
 
 class Described(NamedTuple):
-    """What one function's schema adds to a document: members of its ``paths`` and of its ``components``."""
+    """One function's part of a document, from its schema: members of its ``paths`` and of its ``components``."""
 
     schema: bytes | None
     path: bytes
@@ -103,15 +103,15 @@ class Described(NamedTuple):
 
 
 class Documents:
-    """Documents in OpenAPI 3.1. What functions add to them is made once for each schema: it is most of the work, and
-    one of a few KiB takes as long as a request.
+    """Documents in OpenAPI 3.1. A function's part is made once for each schema: it is most of the work, and one of
+    a few KiB takes as long as a request.
     """
 
     def __init__(self) -> None:
         self._made: dict[str, Described] = {}
 
     def describe(self, p: RouterState, name: str) -> bool:
-        """What one function adds, unless it is known. Whether that has taken time."""
+        """Make one function's part, unless it is known. Whether that has taken time."""
         function, made = p.functions.get(name), self._made.get(name)
         if function is None or (made is not None and made.schema == function.schema):
             return False

@@ -1,7 +1,6 @@
-"""What the router itself knows of the Open Inference Protocol: routes, models and their tensors, the header of a
-request. Pure.
+"""The router's part of the Open Inference Protocol: routes, models and their tensors, the header of a request. Pure.
 
-What is in a request or an answer is the function's instance's to understand (client_shim/instance/inference.py).
+The content of a request or an answer is for the function's instance to interpret (client_shim/instance/inference.py).
 """
 
 import re
@@ -61,7 +60,7 @@ _QUESTION: Final = msgspec.json.Decoder(RepositoryQuestion)
 
 
 def check(x: Exchange, spec: m.FunctionSpec) -> None:
-    """What can be known before its body is read. Raises HttpError."""
+    """Checks that need no body. Raises HttpError."""
     _version(x.scope["path"], spec)
     if spec.llm is not None or spec.embedding is not None:
         route = "/v1/embeddings" if spec.llm is None else "/v1/chat/completions"
@@ -70,7 +69,7 @@ def check(x: Exchange, spec: m.FunctionSpec) -> None:
 
 
 def kind_of(x: Exchange, spec: m.FunctionSpec, most_nbytes: int) -> str:
-    """What the instance has to know of the request's header. Raises HttpError."""
+    """The part of the request's header that the instance needs. Raises HttpError."""
     length = x.header(b"inference-header-content-length")
     if length is not None and not _LENGTH.fullmatch(length):
         text = f"Inference-Header-Content-Length is {length[:40].decode('latin-1')!r}; send how many bytes of JSON"
@@ -86,7 +85,7 @@ def kind_of(x: Exchange, spec: m.FunctionSpec, most_nbytes: int) -> str:
             header=ALL if length is None else int(length),
             most=most_nbytes,
             encoding=encoding if encoding in ENCODINGS else "",
-            # Clients that have not been told to say "gzip, deflate" of themselves: tensors hardly become smaller.
+            # Clients that send "gzip, deflate" of themselves, unasked: tensors hardly become smaller.
             accept=accept if accept in ENCODINGS else "",
         )
     )
@@ -121,7 +120,7 @@ def _version(path: str, spec: m.FunctionSpec) -> None:
 
 
 def told(p: RouterState, caller: Caller, stats: dict[str, FunctionStats], path: str) -> dict[str, Any]:
-    """Answers what is asked of models at this path. Raises HttpError."""
+    """Answers queries about models at this path. Raises HttpError."""
     if path == "/v2/models":
         return {"models": [name for name in _names(p, caller) if base_of(name) == name]}
     if path == "/v2/models/stats":
@@ -237,7 +236,7 @@ def _type(datatype: str) -> str:
 
 
 def _stats(spec: m.FunctionSpec, stats: FunctionStats | None) -> dict[str, Any]:
-    """As Triton counts: nanoseconds. Of a function that had the name before, nothing is said."""
+    """As Triton counts: nanoseconds. Of a function that had the name before, nothing is reported."""
     if stats is None or stats.tenant != spec.tenant:
         stats = FunctionStats(spec.tenant)
     good = stats.outcomes["ok"]

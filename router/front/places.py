@@ -1,16 +1,17 @@
-"""Who may be connected, and who gives way to one more. Pure: connections are named, and never looked at.
+"""Places of HTTP connections: who may be connected, and who gives way to one more. Pure: connections are named, and
+never looked at.
 
     heads --a whole head--> busy --answered, and all of it read--> idle --the next head begins--> heads or busy
 
-* Of ``most`` places, none is ever given to more. A newcomer takes that of a connection that owes the rest of a head, or
+* There are ``most`` places, never more. A newcomer takes that of a connection that owes the rest of a head, or
   of a body that nobody waits for, and has for HEAD_S; else of one that is idle; else the oldest that owes something.
-  Who has shown a key gives way last. Who is being answered never does; then the newcomer is refused.
+  One that has shown a key gives way last. One that is being answered never does; then the newcomer is refused.
 * A peer that owes something in a quarter of all places takes that of its own oldest, so that its many heads push out
-  nobody else's. While there are free places nobody leaves: a busy client may open hundreds before it sends a byte.
+  nobody else's. While there are free places none is closed: a busy client may open hundreds before it sends a byte.
 * Those without a key may be answered in seven of eight places: one is kept. Where there are several tenants, an owner
   (a tenant, a key of none, or all without a key together) is answered in no more places than it leaves free, and beyond
   that its key lets it owe nothing.
-* Answered connections that are listened to so that their client hears the answer have ENDING places of their own.
+* Answered connections that are still read so that their client receives the answer have ENDING places of their own.
 """
 
 import ipaddress
@@ -18,10 +19,10 @@ from collections import Counter
 from typing import Final, Generic, TypeVar
 
 HEAD_S: Final = 1.0
-"""A head takes a packet or two: who has not sent one for so long is slow, or waits for something."""
+"""A head takes a packet or two: a client that has not sent one for so long is slow, or waits for something."""
 
 ENDING: Final = 64
-"""What such clients send is thrown away, so nobody misses the oldest of too many."""
+"""Input of such clients is discarded, so nobody misses the oldest of too many."""
 
 C = TypeVar("C")
 
@@ -42,14 +43,14 @@ class ConnectionPlaces(Generic[C]):
         self._where: dict[C, dict[C, float]] = {}  # of which _ending is none
         self._peers: dict[C, str] = {}
         self._heads_of: dict[str, dict[C, None]] = {}  # by peer
-        self._owners: dict[C, str] = {}  # who has asked last, with a key
+        self._owners: dict[C, str] = {}  # the last owner of a request, with a key
         self._busy_of: Counter[str] = Counter()  # by owner; "": of those without a key
 
     def __len__(self) -> int:
         return len(self._where)
 
     def come(self, newcomer: C, peer: str, now_s: float) -> C | None:
-        """Who has to leave: nobody, another, or the newcomer."""
+        """The connection to be closed: none, another, or the newcomer."""
         self._peers[newcomer] = peer
         if len(self._where) < self.most:
             leaves = None
@@ -83,9 +84,9 @@ class ConnectionPlaces(Generic[C]):
         self._move(connection, self._busy, now_s)
 
     def asks_for(self, connection: C, owner: str, now_s: float) -> bool:
-        """Who asks is known; "": somebody without a key. Whether there is a place for the answer."""
+        """The caller is known; "": somebody without a key. Whether there is a place for the answer."""
         if connection not in self._where:
-            return True  # nobody hears it
+            return True  # nobody receives it
         self._move(connection, None, 0.0)
         self._owners[connection] = owner
         has_part = self._has_part(owner)
@@ -100,14 +101,14 @@ class ConnectionPlaces(Generic[C]):
         return bool(owner) or own < self.most - self.most // 8
 
     def rests(self, connection: C, now_s: float) -> None:
-        """Nothing is said or expected."""
+        """Nothing is sent or expected."""
         self._move(connection, self._idle_keyed if self._owners.get(connection) else self._idle, now_s)
 
     def is_busy(self, connection: C) -> bool:
         return self._where.get(connection) is self._busy
 
     def ends(self, connection: C, now_s: float) -> C | None:
-        """It has heard all that it will. Returns who has to leave instead, if anybody."""
+        """Nothing more is sent to it. Returns the connection to be closed instead, if any."""
         self.gone(connection)
         self._ending[connection] = now_s
         if len(self._ending) <= ENDING:

@@ -1,7 +1,7 @@
-"""Takes the place of an HttpConnection at its socket while the rest of a large body comes: that is received where it is
-to lie, and neither a parser nor Python's bytes are between.
+"""Takes the place of an HttpConnection at its socket while the rest of a large body comes: receives it straight into
+its place, with neither a parser nor Python's bytes between.
 
-No more is taken from the socket than is the body's. All else that a transport says goes to the connection.
+No more is taken from the socket than belongs to the body. All other events of the transport go to the connection.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class ReceivingConnection(HttpToolsProtocol):
     below: asyncio.Transport | None = None  # the socket's own, where TLS lies between it and this
 
     def receive_into(self, room: memoryview) -> BodyReceiver | None:
-        """The rest of the body goes there; not where TLS lies between. Whoever asks closes it."""
+        """The rest of the body goes there; not where TLS lies between. The caller closes it."""
         if self.below is not None or self.transport.is_closing():
             return None
         receiver = BodyReceiver(self, room)
@@ -73,7 +73,7 @@ class ReceivingConnection(HttpToolsProtocol):
         raise NotImplementedError
 
     def received_all(self) -> None:
-        """The body has ended, of which the parser has not heard: it would wait for the rest."""
+        """The body has ended, of which the parser does not know: it would wait for the rest."""
         self.new_parser()
         self.on_message_complete()
 
@@ -83,9 +83,9 @@ class ReceivingConnection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def finish(self) -> None:
-        """All is said, and nothing more will be."""
+        """All is sent, and nothing more will be."""
         raise NotImplementedError
 
     def asks_for(self, owner: str) -> bool:
-        """Who asks is known: whether its request is to be answered; "": somebody without a key."""
+        """The caller is known; "": somebody without a key. Whether its request is to be answered."""
         raise NotImplementedError

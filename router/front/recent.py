@@ -1,5 +1,5 @@
 """A function's last requests, for `dormouse requests`: all, and those that failed, were late, or were cold, so that
-many good ones, and those that were turned away, do not push out the few that are looked for. Bounded; no I/O.
+many good or refused ones do not push out the few that are looked for. Bounded; no I/O.
 """
 
 from collections import deque

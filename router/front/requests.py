@@ -1,6 +1,7 @@
-"""Clients' requests: the body and the answer-to-be of each, from its arrival until its one fate, and numbers of them.
+"""Clients' requests: the body and the pending answer of each, from its arrival until its one outcome, and numbers of
+them.
 
-What becomes of a request is decided in core/decisions/requests/policy.py.
+core/decisions/requests/policy.py decides the outcome of a request.
 """
 
 import asyncio
@@ -64,7 +65,7 @@ def not_run(outcome: Outcome) -> bool:
 NO_LABELS: Final = Labels()
 
 CODES: Final = 256
-"""That are counted one by one: there are fewer, but for what functions call their own."""
+"""Codes that are counted one by one: there are fewer, but for functions' own."""
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class _Open:
     answer: Answered
     labels: Labels
     stats: FunctionStats | None = None  # None: there is no such function
-    spec: m.FunctionSpec | None = None  # what was deployed when it came
+    spec: m.FunctionSpec | None = None  # the one deployed when it came
     stream: AnswerStream | None = None  # once its first part is there
 
     def end(self, outcome: Outcome, answer: bytes = b"") -> None:
@@ -103,11 +104,11 @@ class Requests:
         part_nbytes = bodies_nbytes if picture.one_tenant else max(bodies_nbytes // 2, self.body_nbytes)
         self.bodies = Bodies(bodies_nbytes, part_nbytes)
         self.stats: dict[str, FunctionStats] = {}  # by function
-        self.since_s = time.monotonic()  # what was before is not known
+        self.since_s = time.monotonic()  # earlier ones are not known
         self._minutes: dict[str, Minutes] = {}  # by tenant: also of functions that were removed
         self.refused: Counter[str] = Counter()  # by code: answers that are none of a known function
-        self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
-        self.export: Callable[[m.TracedRequest], None] | None = None  # is told what is over, of traces
+        self.watcher: Callable[[Outcome], None] | None = None  # receives each outcome
+        self.export: Callable[[m.TracedRequest], None] | None = None  # receives requests that are over, for traces
         self.trace_share: float | None = None  # of requests without a trace, how many begin one; None: no export
         self.catalogue_known = asyncio.Event()
         self._picture = picture
@@ -197,7 +198,7 @@ class Requests:
         self.stats.pop(function, None)
 
     def leave(self, request: int) -> None:
-        """The client has left; nothing if it was answered, or has been told that its stream ends."""
+        """The client has departed; nothing if it was answered, or was sent the end of its stream."""
         stream = self._open[request].stream if request in self._open else None
         if stream is None or not stream.told_its_end:
             self._dispatch(e.RequesterLeft(request))
@@ -264,6 +265,6 @@ class Requests:
             self.export(traced(labels.trace, labels.id, request.function, stats.tenant, outcome, code, now_ns))
 
     def stop(self) -> None:
-        """The router ends: all are told so."""
+        """The router ends: all are notified."""
         for number, request in self._open.items():
             request.end(e.Fail(number, failures.stopping(), e.Timing()))

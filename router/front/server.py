@@ -30,7 +30,7 @@ LEAVE_LOOK_S: Final = 0.01
 """While a successor waits, a few seconds in a node's life."""
 
 OTHER_FDS: Final = 512
-"""Kept for what is no connection: each instance has its arena, its log and a socket or two here."""
+"""Kept for descriptors that are no connections: each instance has its arena, its log and a socket or two here."""
 
 
 def _descriptors() -> int:
@@ -41,7 +41,7 @@ def _descriptors() -> int:
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     log: Any
@@ -50,9 +50,9 @@ class Node(Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the process's signal handlers alone, and looks at all connections once a second: ``unread`` is told then
-    how many bytes of answers wait for their clients. ``refused`` is told
-    what no application has seen.
+    """Leaves the process's signal handlers alone, and looks at all connections once a second: ``unread`` receives
+    then how many bytes of answers wait for their clients. ``refused`` receives failures that no
+    application has seen.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class HttpServer(uvicorn.Server):
         for connection in self._connections():
             connection.is_left()
         if self._certificate is not None:
-            await asyncio.sleep(TLS_IDLE_S)  # who sends now is answered, and told to come back on another connection
+            await asyncio.sleep(TLS_IDLE_S)  # clients that send now are answered, and told to reconnect
         while found := [each for each in self._connections() if not (each.stays or each.is_over)]:
             for connection in found:
                 connection.go_over()

@@ -1,4 +1,4 @@
-"""Histograms of times, as `/metrics` has them: a bucket of each, and the sum. No I/O."""
+"""Histograms of times, as `/metrics` has them: a count for each bucket, and the sum. No I/O."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field

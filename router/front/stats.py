@@ -32,7 +32,7 @@ PARTS: Final = ("queue", "runtime", "wake", "prefill")
 
 
 def until_first_token(timing: Timing, first: m.AnswerBegun) -> dict[str, float]:
-    """Seconds by part. What an instance says is about its own function."""
+    """Seconds by part. An instance's report is about its own function."""
     said_us = first.queue_us, first.runtime_us, first.wake_us, first.prefill_us
     spent_s = {name: _clipped(spent_us) / 1e6 for name, spent_us in zip(PARTS, said_us, strict=True)}
     return spent_s | {"queue": timing.queue_s + timing.wait_s + spent_s["queue"]}
@@ -52,7 +52,7 @@ STAGES: Final = ("queue", "wait", "run")
 
 
 MAX: Final = 1 << 40
-"""Of what an instance says of one answer, in tokens or microseconds: no sum can grow beyond what can be told."""
+"""Of an instance's report on one answer, in tokens or microseconds: no sum can grow too large to be sent."""
 
 
 def _clipped(said: int) -> int:
@@ -137,7 +137,7 @@ class FunctionStats:
     late: int = 0
     tokens: TokenStats = field(default_factory=TokenStats)
     asked_s: float = 0.0
-    turned: int = 0  # of the outcomes: what was turned away unasked, which is no error of the function
+    turned: int = 0  # of the outcomes: refused before it was asked, which is no error of the function
     last: LastRequests = field(default_factory=LastRequests)
     last_errors: deque[LastError] = field(default_factory=lambda: deque(maxlen=LAST))
     lately: Lately = field(default_factory=Lately)
@@ -156,7 +156,7 @@ class FunctionStats:
         self.turned += code not in NO_ERRORS
 
     def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> bool:
-        """``spec`` is what is deployed under its name by now. False if it was late."""
+        """``spec`` is the function deployed under its name by now. False if it was late."""
         self.outcomes["ok"] += 1
         spent_s = timing.queue_s, timing.wait_s, timing.run_s
         latency_s = sum(spent_s)
@@ -175,7 +175,7 @@ class FunctionStats:
         return in_time is not False
 
     def summary(self) -> dict[str, Any]:
-        """Kept until there is one outcome more: whoever watches asks for all functions' every second."""
+        """Kept until there is one outcome more: a watcher asks for all functions' every second."""
         requests = self.outcomes.total()
         if requests != self._told[0]:
             spread = quantiles(self.latencies_ms)

@@ -1,7 +1,6 @@
 """A streamed answer between the instance that makes it and the client that takes it.
 
-It is bounded by STREAM_WINDOW_NBYTES: what is beyond that, the instance does not send before it hears that some was
-taken.
+It is bounded by STREAM_WINDOW_NBYTES: the instance sends nothing beyond that before it is told that some was taken.
 """
 
 import asyncio

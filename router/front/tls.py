@@ -1,8 +1,8 @@
-"""TLS of the front door: the certificate as its files have it now, and what one socket may take before it speaks HTTP.
+"""TLS of the front door: the certificate from the current files, and the bounds of one socket before it speaks HTTP.
 
 A socket counts from its acceptance until it is closed, whether its handshake ends or not, and has ``header_s`` for the
-handshake and again for the farewell. One that has no place (places.py) is closed without a word: nothing can be said
-before the handshake. What comes after that is connection.py.
+handshake and again for the farewell. One that has no place (places.py) is closed without a word: nothing can be sent
+before the handshake. connection.py takes over after it.
 """
 
 import asyncio

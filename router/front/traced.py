@@ -1,4 +1,4 @@
-"""What is exported of a request that is over: pure."""
+"""The exported record of a request that is over: pure."""
 
 from dormouse.core.decisions.requests import events as e
 from dormouse.router.front.stats import parts

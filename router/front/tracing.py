@@ -1,4 +1,4 @@
-"""The part of a trace that a request is, as W3C's Trace Context says it: pure but for random numbers."""
+"""A request's part of a trace, in the form of W3C's Trace Context: pure but for random numbers."""
 
 import os
 import random
@@ -11,7 +11,7 @@ _MEMBER: Final = re.compile(rb"([a-z0-9][a-z0-9_\-*/@]{0,255})=[\x20-\x2b\x2d-\x
 
 STATE_MEMBERS: Final = 32
 STATE_NBYTES: Final = 512
-"""Of a tracestate: what W3C has everybody hand on. Of a longer one, the members at its end are left out."""
+"""Of a tracestate: the part that W3C has everybody hand on. Of a longer one, the members at its end are left out."""
 
 
 class Trace(NamedTuple):
@@ -38,7 +38,7 @@ class Trace(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Trace":
-        """What str() has made."""
+        """The inverse of str()."""
         parent, _, rest = text.partition(" ")
         above, _, state = rest.partition(" ")
         return cls(parent, state, above)
@@ -50,7 +50,7 @@ ROOT: Final = "0" * 16
 
 
 def traced(traceparent: bytes | None, states: Iterable[bytes], share: float | None) -> Trace:
-    """For what this node does of a trace. What the client has said and is none must not fail a request. ``share``: of
+    """The trace for this node's part. A client's header that is malformed must not fail a request. ``share``: of
     the requests without a trace, how many begin one; None if nothing is exported, and so no part is the node's own.
     """
     match = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent)

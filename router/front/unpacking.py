@@ -1,4 +1,4 @@
-"""The coding of a body, taken off as it comes, a step at a time: whoever takes the steps bounds what comes of it.
+"""Decodes a body's Content-Encoding as it comes, step by step: the caller of the steps bounds their output.
 
 Pure: no I/O. Bodies of the Open Inference Protocol are their instance's to unpack.
 """
@@ -17,7 +17,7 @@ USELESS_NBYTES: Final = 64 << 10
 
 
 class BadCoding(ValueError):
-    """The body is not packed as its header says."""
+    """The body is not packed as its header claims."""
 
 
 class Unpacker:

@@ -1,3 +1,3 @@
-"""What instances and sessions have outside their processes. In: who starts and who ends. Out: directories, arenas,
-links and logs, and what the zygote says of them.
+"""Resources of instances and sessions outside their processes. In: starts and ends. Out: directories, arenas, links and
+logs, and the zygote's reports of them.
 """

@@ -1,5 +1,5 @@
-"""Functions' logs: what their instances print (logpipe.py), one bounded file per function, rotated once; followers are
-told at once. A flood only turns its own log over.
+"""Functions' logs: the output of their instances (logpipe.py), one bounded file per function, rotated once; followers
+receive it at once. A flood rotates only its own log.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ _MARK: Final = struct.Struct("<Qd")
 
 RECORD_S: Final = 5.0
 RECORD_NBYTES: Final = 64 << 10
-"""What was written that long before a time, and of that so much at most, may begin a record that was being written
-then. All lines of a log may be indented.
+"""A record that was being written at a time began so many seconds and bytes before it at most. All lines of a log may
+be indented.
 """
 
 FOLLOWER_NBYTES: Final = 1 << 20
 CHUNK_NBYTES: Final = 64
-"""What a slow follower may lag behind before it loses some; and what a chunk takes beside its bytes."""
+"""Bytes that a slow follower may lag behind before it loses some; and bytes that a chunk takes beside its own."""
 
 
 class FollowerQueue(asyncio.Queue[bytes]):
-    """What was printed and a follower has not taken yet."""
+    """Output that a follower has not taken yet."""
 
     nbytes = 0
 
@@ -66,7 +66,7 @@ class TimeMarks:
             self._marks = list(_MARK.iter_unpack(data[: len(data) // _MARK.size * _MARK.size]))
 
     def mark(self, offset: int, now_s: float) -> bool:
-        """What comes at this offset is written now; whether a mark was wanted for it."""
+        """Output at this offset is written now. Whether a mark was wanted for it."""
         if self._marks and abs(now_s - self._marks[-1][1]) < MARK_S:
             return False
         self._marks.append((offset, now_s))
@@ -116,7 +116,7 @@ class FunctionLog:
         data, origin, now_s = data.replace(BEGINS_MARK, b"?"), (instance, request), time.time()
         changed, self._origin = origin != self._origin, origin
         marked = mark(now_s, *origin) + data if changed or instance else data
-        with suppress(OSError):  # a full disk loses what is printed, and nothing else
+        with suppress(OSError):  # a full disk loses the output, and nothing else
             if self._append(marked if changed else data, marked, now_s):
                 changed = True
         for follower in self._followers:
@@ -198,7 +198,7 @@ LEFT: Final = 16
 
 
 class FunctionLogs:
-    """All of them, each opened when it is first wanted; ``path(name)`` says where. Versions of a function have one.
+    """All of them, each opened when it is first wanted; ``path(name)`` is where. Versions of a function have one.
     ``served`` and ``coming``: the functions that there are, and those that are deployed or removed now.
     """
 
@@ -216,8 +216,8 @@ class FunctionLogs:
         self._owners: dict[str, str] = {}  # for which tenant what was printed, by name, those of the newest start last
 
     def begin(self, name: str, tenant: str) -> FunctionLog:
-        """Something is printed for this tenant. What a deploy of another one, that came to nothing, has left is no
-        part of it. Raises OSError.
+        """Something is printed for this tenant. Output of another tenant's deploy that has failed is no part of it.
+        Raises OSError.
         """
         name = base_of(name)
         if self._owners.get(name, tenant) != tenant and name not in self._served:

@@ -1,7 +1,7 @@
-"""What belongs to one instance outside its own process: directory, arena, endpoint, log pipe, uid; and who is told of
-them.
+"""Resources of one instance outside its own process: directory, arena, endpoint, log pipe, uid; and the announcement of
+these to other processes.
 
-Makes, announces and removes. When an instance starts or ends is decided in core/decisions/requests/policy.py.
+Makes, announces and removes. core/decisions/requests/policy.py decides when an instance starts or ends.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ FORGET_S: Final = 1.0
 """Pages that a large body has used are kept for the next one so long: new ones take ten times as long to write."""
 
 ASKED: Final = 4
-"""What an instance may cost more for each request, and whenever a client took more of an answer: messages about its
+"""Messages that an instance may send more for each request, and whenever a client took more of an answer: about its
 lease, and the answer.
 """
 
@@ -59,7 +59,7 @@ PARTS: Final = 8
 """Parts of answers that come together and cost the router what a message does."""
 
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,500}")
-"""What can stand in a header without ending it."""
+"""Values that can stand in a header without ending it."""
 
 SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenant=SESSION_TENANT, quota_nbytes=1 << 40)
 """As what sessions are attached."""
@@ -96,7 +96,7 @@ class InstanceHost:
         pace: Bucket,
         log: Any,
     ) -> None:
-        """Whatever a message of the instance raises, also in ``on_message``, is told as garbage and ends no other.
+        """Whatever a message of the instance raises, also in ``on_message``, is reported as garbage and ends no other.
         Raises OSError, PeerLost, and nothing is left then.
         """
         self.name = name
@@ -118,7 +118,7 @@ class InstanceHost:
                     self._forget_soon()
                     self._ran(message.request)
                 elif isinstance(message, m.Loaded | m.LoadFailed):
-                    self._drain_log()  # who deploys it is shown what it has printed, and then what came of it
+                    self._drain_log()  # the deployer is shown its output, then its outcome
                 if wrong := _wrong_head(message):
                     return on_garbage(name, wrong)
                 if isinstance(message, m.AnswerParts):
@@ -183,7 +183,7 @@ class InstanceHost:
         """``body`` and ``nbytes`` of Run for this request body."""
         self._keep()
         if len(body) <= m.INLINE_BODY_NBYTES or self._at_once:  # the arena has room for one
-            return bytes(body), 0  # no copy: what is small came as bytes
+            return bytes(body), 0  # no copy: small ones came as bytes
         self._request_nbytes, done = max(self._request_nbytes, len(body)), 0
         while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
             done += os.pwrite(self.arena.fd, body[done:], done)
@@ -206,7 +206,7 @@ class InstanceHost:
         self._request_nbytes = self._response_nbytes = 0
 
     def masked(self, message: m.InstanceToRouter) -> m.InstanceToRouter:
-        """Without the instance's secrets in what it says for people."""
+        """Without the instance's secrets in its texts for people."""
         match message:
             case _ if not self.mask:
                 return message
@@ -231,7 +231,7 @@ class InstanceHost:
         self.arena.view[start : start + m.CONTROL_NBYTES] = request.to_bytes(m.CONTROL_NBYTES, "little")
 
     def take_response(self, body: bytes | None, nbytes: int, kind: str) -> bytes:
-        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError."""
+        """A copy of the returned bytes: the instance can still write its arena. Raises RemoteProtocolError."""
         if kind and not _HEADER_VALUE.fullmatch(kind):
             raise RemoteProtocolError(f"an answer of type {kind[:80]!r}")
         if body is not None:
@@ -258,7 +258,7 @@ class InstanceHost:
 
 
 def _wrong_head(message: m.InstanceToRouter) -> str:
-    """What is wrong with what it says of its answer: nobody has looked whether it is an honest shim that does."""
+    """The fault in its answer's head: nobody has checked that an honest shim has sent it."""
     head = message.head if isinstance(message, m.Returned | m.Raised | m.AnswerPart) else None
     if head is None:
         return "a refusal without a status" if isinstance(message, m.Raised) and message.code == REFUSED else ""
@@ -294,7 +294,7 @@ class Instances:
         )
 
     def open(self, name: str, spec: m.FunctionSpec) -> InstanceHost:
-        """Make an instance's belongings and tell everyone who attaches. Raises OSError, PeerLost."""
+        """Make an instance's belongings and announce them to all that attach. Raises OSError, PeerLost."""
         return self._open(name, spec, self._free_uid())
 
     def open_session(self, name: str) -> InstanceHost:
@@ -348,7 +348,7 @@ class Instances:
 
     @property
     def builder_uid(self) -> int:
-        """Who builds environments, one at a time: none that an instance has."""
+        """The uid that builds environments, one at a time: no instance has it."""
         return self._config.sandbox.uid_base - 1 if self.apart else os.getuid()
 
     @property
@@ -376,7 +376,7 @@ class Instances:
             host.link.send(message)
 
     def close(self, name: str, how: str) -> None:
-        """The process is gone: detach everywhere and remove what it had."""
+        """The process is gone: detach everywhere and remove its belongings."""
         if (host := self.hosts.pop(name, None)) is None:
             return
         for _, inbox in self._inboxes.values():
@@ -384,7 +384,7 @@ class Instances:
         host.close(how)
 
     def peers_changed(self, peers: dict[str, int]) -> None:
-        """Connect to the inboxes of new epochs and tell them of all instances that there are."""
+        """Connect to the inboxes of new epochs and announce to them all instances that there are."""
         for role, (epoch, old) in list(self._inboxes.items()):
             if peers.get(role) != epoch:
                 old.close()
@@ -397,7 +397,7 @@ class Instances:
                     self._paths.inbox(role, epoch), m.InboxPacket, lambda _: None, lambda: None
                 )
             except PeerLost:
-                continue  # it died meanwhile; the supervisor will say so
+                continue  # it died meanwhile; the supervisor will report it
             self._inboxes[role] = epoch, inbox
             for host in self.hosts.values():
                 inbox.post(host.attachment, (host.arena.fd,))

@@ -1,4 +1,5 @@
-"""What an instance prints, on its way into its function's log: whose each line is, without the tenant's secrets.
+"""An instance's output on its way into its function's log: finds the request of each part, and hides the tenant's
+secrets.
 
 The pipe is drained whatever happens, so that printing never blocks an instance.
 """
@@ -17,14 +18,14 @@ MASKED_NBYTES: Final = 4 << 10
 """Read at a time if there are secrets to be looked for: at worst some ms of everybody's loop."""
 
 CLOSE_NBYTES: Final = 64 << 10
-"""Taken at an instance's end: what a pipe holds unless the instance has asked for more."""
+"""Taken at an instance's end: the capacity of a pipe unless the instance has asked for more."""
 
 IDS_NBYTES: Final = 4 << 10
 """Of a batch, in a mark: all ids that the node makes have room."""
 
 MAX_PARTS: Final = 1024
-"""Of one read, that are of other requests than what is before them: lines of 64 bytes, each another's. What comes after
-that is nobody's.
+"""Parts of one read, each of another request than the one before it: lines of 64 bytes, each another's. The rest is
+nobody's.
 """
 
 NOTHING: Final[Mapping[int, str]] = {}
@@ -95,7 +96,7 @@ class LogPipe:
         self._write(b"\n" * self._within + f"--- {text}\n".encode())
 
     def drain(self) -> None:
-        """What was printed until now is of the requests that there were until now."""
+        """Output until now is of the requests that there were until now."""
         taken = 0
         while taken < CLOSE_NBYTES and (nbytes := self._take()):  # a grandchild that survived may print for ever
             taken += nbytes
@@ -107,7 +108,7 @@ class LogPipe:
             self.write_fd = -1
 
     def close(self) -> None:
-        """Take what is left, then close."""
+        """Take the rest, then close."""
         self._loop.remove_reader(self._read_fd)
         self.drain()
         self._write_rest()

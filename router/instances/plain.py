@@ -1,6 +1,6 @@
-"""The zygote that has imported torch alone: of functions whose own libraries are not those that the other one has
-imported, and of builds of such libraries. It is started when something is to be forked, and dismissed when nothing of
-it has lived for a while.
+"""The zygote that has imported torch alone: for functions whose own libraries are not those that the other one has
+imported, and for builds of such libraries. It is started for its first fork, and ended when none of its children has
+lived for a while.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from dormouse.schemas import messages as m
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     paths: RunPaths
@@ -34,7 +34,7 @@ class Node(Protocol):
 
 
 class PlainZygote:
-    """Forks wait in it until it is warm. ``ended`` hears of builds, by their name: why, "" if it ended by itself."""
+    """Forks wait in it until it is warm. ``ended`` receives ended builds by name: why, "" if it ended by itself."""
 
     def __init__(self, node: Node, ended: Callable[[str, str], None]) -> None:
         self._node, self._ended = node, ended
@@ -58,7 +58,7 @@ class PlainZygote:
 
     @property
     def modules(self) -> frozenset[str]:
-        """What it has imported; none as long as it has not started."""
+        """Modules that it has imported; none as long as it has not started."""
         return self._link.modules
 
     def fork(self, fork: m.Fork, fds: tuple[int, ...]) -> None:
@@ -152,5 +152,5 @@ class PlainZygote:
         self._idle = None
         if (epoch := self._node.peers.get(PLAIN_ZYGOTE, 0)) and not self._children and not self._waiting:
             self._dismissed = epoch
-            self._link.connect(0)  # what is to be forked from now on waits for its successor
+            self._link.connect(0)  # later forks wait for its successor
             self._node.supervisor.send(m.DismissRole(role=PLAIN_ZYGOTE, epoch=epoch))

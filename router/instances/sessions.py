@@ -1,8 +1,8 @@
 """`dormouse run` processes: each gets an instance's identity over RUN/t/attach and has it until its socket ends.
 
 A session is an instance whose process we did not start: it runs as the user, is trusted with nothing more than an
-instance, and is ended by closing its socket, after a word of why. There are ``limits.sessions`` at most. Who does not
-ask for a session has ASK_S, and there are SILENT of these.
+instance, and is ended by closing its socket, after a word of why. There are ``limits.sessions`` at most. A client
+that does not ask for a session has ASK_S, and there are SILENT of these.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ PROGRAM_CHARS: Final = 200
 
 
 class KnownSession(NamedTuple):
-    """``pid`` is who connected, as the kernel says."""
+    """``pid`` is the process that connected, as the kernel says."""
 
     pid: int
     program: str
@@ -42,7 +42,7 @@ class KnownSession(NamedTuple):
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     device: m.DeviceInfo | None
@@ -123,7 +123,7 @@ class Sessions:
             text = f"the session has no place ({error}); free space, and inodes, in [node] run"
             self._say(connection, m.AttachRefused(text=text), [])
             return ""
-        pid, _ = connection.peer  # what it says of itself is not asked
+        pid, _ = connection.peer  # its own statement is not asked for
         host.pid = pid
         self._by_instance[name] = connection
         self._known[name] = KnownSession(pid, _program(pid), node.loop.time())
@@ -180,7 +180,7 @@ class Sessions:
 
 
 def _program(pid: int) -> str:
-    """What it runs, in its own words: `dormouse run` makes the process the program's."""
+    """Its program, in its own words: `dormouse run` makes the process the program's."""
     words = procfs.words(pid)
     if "run" in words:
         words = words[words.index("run") + 1 :]

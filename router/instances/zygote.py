@@ -1,4 +1,4 @@
-"""The router's connection to a zygote: what it is told, and what it says as events. Decides nothing."""
+"""The router's connection to a zygote: its commands, and its reports as events. Decides nothing."""
 
 from collections.abc import Callable
 from typing import Any, assert_never
@@ -90,7 +90,7 @@ class ZygoteLink:
             self._poster.post(message, fds)
 
     def close(self) -> None:
-        """Which ends all that it has forked."""
+        """Close the link, which ends all that it has forked."""
         if self._poster is not None:
             self._poster.close()
 

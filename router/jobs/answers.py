@@ -1,4 +1,4 @@
-"""What is said of jobs, and what becomes of those that do not run to their end: pure."""
+"""Answers about jobs, and the outcomes of those that do not run to their end: pure."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def bodies_full() -> Failure:
 
 
 def not_so(job: Job) -> Failure:
-    """Who would cancel it or forget it, and comes too late or too early."""
+    """The failure of a cancel that comes too late, or of a removal that comes too early."""
     if job.state is not JobState.ENDED:
         return Failure(code="not_ended", status=409, text=f"job {job.id} has not ended: wait for it, or cancel it")
     text = (

@@ -1,4 +1,4 @@
-"""Which jobs there are, which of them may begin, and which are forgotten: pure.
+"""The jobs of a node, the choice of those that may begin, and of those that are forgotten: pure.
 
 A job is::
 
@@ -6,8 +6,8 @@ A job is::
            <--back--   (it has not run: turned away, or the node ended in good order)
 
 Jobs of one function begin in order, and only a few of them wait in its queue at a time, so that other requests come
-between them. The tenant of which least have begun is next. Jobs that somebody waits for are such other requests, and
-begin at once. What has ended is kept for ``keep_s``, or until newer jobs of its tenant need the room.
+between them. The tenant with the fewest begun is next. Jobs that somebody waits for are such other requests, and
+begin at once. Ended jobs are kept for ``keep_s``, or until newer jobs of their tenant need the room.
 """
 
 from collections import Counter, deque
@@ -39,7 +39,7 @@ class JobState(Enum):
 @dataclass(slots=True)
 class Job:
     """``scope``: function, route and key of a request that has an Idempotency-Key, or "". ``patient``: nobody waits for
-    it, so what is turned away is tried again. Times are of the book's clock, which nobody sets; ``created`` and
+    it, so refused ones are tried again. Times are of the book's clock, which nobody sets; ``created`` and
     ``ended`` are of the Unix clock, for people.
     """
 
@@ -77,7 +77,7 @@ class Job:
 class JobLimits:
     """``keep_s``: of what has ended. The others are of each tenant, and of the node; ``begun_nbytes``: of larger bodies
     of jobs that have begun, beside which other requests have room. Of what may have begun a tenant has one of so many
-    ``parts``, also while nobody wants the others: who comes next would have to wait until a job ends.
+    ``parts``, also while nobody wants the others: the next one would have to wait until a job ends.
     """
 
     keep_s: float
@@ -89,7 +89,7 @@ class JobLimits:
 
 
 def _room_nbytes(job: Job) -> int:
-    """What its body takes of the room for bodies, once it has begun."""
+    """Bytes that its body takes of the room for bodies, once it has begun."""
     return job.nbytes if job.nbytes > SMALL_NBYTES else 0
 
 
@@ -287,7 +287,7 @@ class JobBook:
     # --- time
 
     def expired(self, now_s: float) -> list[Job]:
-        """What has been kept for long enough."""
+        """Jobs that have been kept for long enough."""
         until_s = now_s - self.limits.keep_s
         return [
             job

@@ -1,6 +1,6 @@
-"""Jobs in a file, so that they are there again after a restart: SQLite in the state directory, on a thread of its own.
+"""Jobs in a file, so that they survive a restart: SQLite in the state directory, on a thread of its own.
 
-What a call of :meth:`JobFile.do` returns is durable as long as the machine does not lose its power. Decides nothing.
+The result of a :meth:`JobFile.do` call is durable as long as the machine does not lose its power. Decides nothing.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class NotKept(DormouseError):
 
 
 class JobRow(NamedTuple):
-    """What the file has of a job beside bytes. ``ended`` is None until it has; times are of the Unix clock."""
+    """A job in the file, without its bytes. ``ended`` is None until it has; times are of the Unix clock."""
 
     id: str
     number: int
@@ -54,7 +54,7 @@ class JobRow(NamedTuple):
     idempotent: bool
     label: str
     trace: str
-    kind: str  # of the body, as Run says it
+    kind: str  # of the body, as in Run
     accept: str  # likewise
     created: float
     begun: bool
@@ -66,7 +66,7 @@ class JobRow(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a job is to be run with."""
+    """The input with which a job is run."""
 
     label: str
     trace: str
@@ -76,7 +76,7 @@ class Input(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is answered."""
+    """The answer of a job."""
 
     status: int
     code: str  # of an error

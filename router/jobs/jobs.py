@@ -44,7 +44,7 @@ class Jobs:
         self.runs.go_on()
 
     async def stop(self) -> None:
-        """Before requests are told that the router ends: those that wait in its queues have not run."""
+        """Before requests are notified of the router's end: those that wait in its queues have not run."""
         self.runs.stop()
         begun = [job for job in self.kept.book.jobs.values() if job.state is JobState.BEGUN]
         await self.kept.close([job.id for job in begun if self.runs.waits(job)])

@@ -1,6 +1,6 @@
-"""Jobs over HTTP: requests that become one, and what is below /jobs.
+"""Jobs over HTTP: requests that become one, and the routes below /jobs.
 
-Decides nothing: what jobs there may be is book.py's, whose they are router/access/'s.
+Decides nothing: admission of jobs is book.py's, their ownership router/access/'s.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class JobsHttp:
         self._jobs = jobs
 
     def wish(self, x: Exchange) -> Preferences | None:
-        """What makes a job of this request, if anything does. Raises HttpError."""
+        """The preferences that make this request a job, if it has any. Raises HttpError."""
         wish = wished(x.scope["headers"])
         return wish if wish.respond_async or wish.key else None
 
@@ -73,7 +73,7 @@ class JobsHttp:
         await x.answer(status, self._jobs.kept.told(job), [location, *more, *headers])
 
     async def _while_there(self, x: Exchange, wait: Coroutine[Any, Any, Result | None]) -> Result | None:
-        """What the client waits for. Raises CancelledError if it leaves; the job goes on."""
+        """The result that the client waits for. Raises CancelledError if it leaves; the job goes on."""
         own = asyncio.current_task()
         assert own is not None
         x.when_left(own.cancel)

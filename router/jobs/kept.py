@@ -1,6 +1,6 @@
-"""The jobs of a node, as its book and its file have them alike, and who waits for which of them.
+"""The jobs of a node, alike in its book and its file, and the callers that wait for each of them.
 
-Which are forgotten is decided in book.py, what is on the disk is file.py's. None is run here.
+book.py decides which are forgotten, file.py has those on the disk. None is run here.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ MAX_LISTED: Final = 1000
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     config: NodeConfig
     state: StatePaths
@@ -61,7 +61,7 @@ class KeptJobs:
             )
         )
         self.wait_s = section.wait_ms / 1000
-        """For so long what is turned away is tried again."""
+        """For so long refused requests are tried again."""
         self.known = asyncio.Event()
         """Those of before the restart are."""
         self.when_read: Callable[[], object] = int
@@ -81,7 +81,7 @@ class KeptJobs:
         return self._file
 
     async def restore(self) -> None:
-        """What was there before the restart. Of what had begun, only that runs again which may."""
+        """The jobs from before the restart. Of those that had begun, only those run again that may."""
         file, now_s, unix_s = self.file, time.monotonic(), time.time()
         rows = await file.do(file.read)
         rows.sort(key=lambda each: (each[0].ended is not None, each[0].ended or 0.0, each[0].number))
@@ -96,7 +96,7 @@ class KeptJobs:
                 job.ended_s = now_s - min(self.book.limits.keep_s, max(0.0, unix_s - row.ended))
             broke = row.begun and row.ended is None and not row.idempotent
             if row.ended is None and not row.patient and not broke:
-                lost.append(job.id)  # who waited for it sends it again
+                lost.append(job.id)  # its client sends it again
                 continue
             self.book.add(job)
             if broke:
@@ -141,7 +141,7 @@ class KeptJobs:
 
     async def add(self, job: Job, labels: Labels, body: Body, data: bytes) -> None:
         """A new one, for which others of its tenant that have ended make room. Raises HttpError: then it is not there,
-        and whoever waits for it is told so.
+        and callers that wait for it are notified.
         """
         forgotten, full = self.book.room(job.tenant, len(data))
         if full is not None:
@@ -174,7 +174,7 @@ class KeptJobs:
             self._node.log.error("jobs_not_forgotten", jobs=len(jobs), reason=str(error))
 
     async def end(self, job: Job, result: Result) -> None:
-        """It is over; whoever waits is told what came of it, also if that cannot be kept."""
+        """It is over; callers that wait receive its outcome, also if that cannot be kept."""
         kept = result
         forgotten, full = self.book.room_for_answer(job, len(result.body))
         if full is not None:
@@ -189,7 +189,7 @@ class KeptJobs:
             job.status, job.code = 507, "not_kept"
         self.tell(job, result)
 
-    # --- who waits
+    # --- waiting callers
 
     def tell(self, job: Job, result: Result | None) -> None:
         for future in self._waiting.pop(job.id, ()):
@@ -220,7 +220,7 @@ class KeptJobs:
             return answers.failed(answers.disk_full(str(error)), "")
         return found or answers.failed(answers.not_kept("its answer could not be written"), "")
 
-    # --- who asks
+    # --- queries
 
     def find(self, caller: Caller, id: str) -> Job:
         """One that this caller may know of. Raises HttpError."""

@@ -1,7 +1,7 @@
-"""What a request's headers wish of how it is answered: Prefer (RFC 7240) and Idempotency-Key. Pure.
+"""Preferences of a request for its answer, from its headers: Prefer (RFC 7240) and Idempotency-Key. Pure.
 
-Unknown preferences are nothing to us, as the RFC wants it; what cannot be read is refused, because whoever sends it
-wishes something that would not happen.
+Unknown preferences are ignored, as the RFC wants it; malformed ones are refused, because their sender wishes something
+that would not happen.
 """
 
 import re

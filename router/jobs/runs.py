@@ -1,6 +1,6 @@
-"""Has jobs run as requests: each from its file through its function, and its answer back.
+"""Runs jobs as requests: each from its file through its function, and its answer back.
 
-Which of them begins is decided in book.py.
+book.py decides which of them begins.
 """
 
 import time
@@ -31,7 +31,7 @@ have places there too.
 
 
 class NotRun(NamedTuple):
-    """What a request was turned away with: it has not run."""
+    """The answer that turned a request away: it has not run."""
 
     result: Result
 
@@ -50,7 +50,7 @@ class JobRuns:
     # --- which begin
 
     def go_on(self) -> None:
-        """Begin what may begin, and forget what is old."""
+        """Begin the jobs that may begin, and forget old ones."""
         drain = self._node.requests.drain
         drain.look()
         if self._stopping or not self._kept.known.is_set():
@@ -96,12 +96,12 @@ class JobRuns:
         return 1 + max(serving, min(AT_ONCE, serving * most_open(known.spec)))
 
     def _function(self, name: str) -> ServedFunction | None:
-        """What is served under a job's name."""
+        """The function served under a job's name."""
         picture = self._node.picture
         return picture.functions.get(splits.named(picture, name))
 
     def stop(self) -> None:
-        """Before requests are told that the router ends."""
+        """Before requests are notified of the router's end."""
         self._stopping = True
         self._timer.close()
 
@@ -139,7 +139,7 @@ class JobRuns:
             await self._kept.end(job, outcome)
         elif job.cancelled:
             await self._kept.end(job, answers.failed(answers.cancelled(), ""))
-        elif not job.patient:  # who sends it again has another try
+        elif not job.patient:  # sending it again is another try
             self._book.forget(job)
             self._kept.tell(job, outcome.result)
             await self._kept.erase([job.id])
@@ -161,7 +161,7 @@ class JobRuns:
         self._node.requests.bodies.give(-nbytes)
 
     async def _outcome(self, job: Job) -> Result | NotRun:
-        """What its function answers. Raises NotKept, NoRoom."""
+        """The answer of its function. Raises NotKept, NoRoom."""
         body, requests = Body(self._node.requests.bodies), self._node.requests
         try:
             await body.expect(job.nbytes)

@@ -1,7 +1,7 @@
-"""What has been counted, in Prometheus's text format: pure.
+"""Counts of router and controller in Prometheus's text format: pure.
 
-A function that nobody has asked for IDLE_S is not written by itself: with hundreds of functions, most series would
-never change. Its counters are kept, so that they go on where they were. What its model takes is in the sum of all idle
+A function without requests for IDLE_S is not written by itself: with hundreds of functions, most series would never
+change. Its counters are kept, so that they go on where they were. The bytes of its model are in the sum of all idle
 ones.
 """
 

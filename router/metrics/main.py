@@ -1,5 +1,5 @@
-"""The metrics process: hears counts from the router, looks up what instances take, and writes both down. Decides
-nothing, and keeps the instances' processor time only.
+"""The metrics process: receives counts from the router, reads the resources that instances take, and formats both.
+Decides nothing, and keeps the instances' processor time only.
 """
 
 import gzip
@@ -15,12 +15,12 @@ LEVEL: Final = 1
 """Of compression: the text is nearly all names, of which any level makes a tenth."""
 
 MAX: Final = 10_000
-"""Functions whose time is known, those that were told last."""
+"""Functions whose time is known, those that were sent last."""
 
 
 class Spent:
-    """What functions take of the machine, summed over their instances, which come and go: what one has taken between
-    the last text and its end is not in it.
+    """Resources that functions take, summed over their instances, which come and go: usage between the last text and an
+    instance's end is not in it.
     """
 
     def __init__(self) -> None:

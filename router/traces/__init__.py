@@ -1,1 +1,1 @@
-"""The process that exports traces, by OpenTelemetry's SDK, and what the router has for it."""
+"""The process that exports traces, by OpenTelemetry's SDK, and the router's part of the export."""

@@ -1,6 +1,7 @@
-"""Spans go to an OTLP endpoint, on a thread of OpenTelemetry's SDK; the same in numbers. Bounded.
+"""Export of spans to an OTLP endpoint, on a thread of OpenTelemetry's SDK, and its counts. Bounded.
 
-An endpoint that hangs has its time and no more, and then the next batch has; what does not fit meanwhile is dropped.
+An endpoint that hangs has its time and no more, then the next batch is sent; spans that do not fit meanwhile are
+dropped.
 """
 
 import logging
@@ -116,7 +117,7 @@ class Exporting:
         )
 
     def close(self) -> None:
-        """What waits is sent, if that is quick."""
+        """Send the waiting spans, if that is quick."""
         ending = threading.Thread(target=self._processor.shutdown, daemon=True)
         ending.start()
         ending.join(STOP_S)

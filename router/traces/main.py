@@ -1,4 +1,6 @@
-"""The traces process: hears of requests from the router, and exports them. Decides nothing, keeps nothing."""
+"""The traces process: receives requests that are over from the router, and exports them. Decides nothing, keeps
+nothing.
+"""
 
 import asyncio
 from typing import Final
@@ -9,7 +11,7 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 
 TELL_S: Final = 1.0
-"""Between two looks at what has become of spans, while any wait."""
+"""Between two looks at the outcome of spans, while any wait."""
 
 
 class Traces(Actor):
@@ -39,7 +41,7 @@ class Traces(Actor):
             self._timer = self.loop.call_later(TELL_S, self._tell)
 
     def _tell(self) -> None:
-        busy, said = self._exporting.busy, self._exporting.said  # in this order: what is done is told
+        busy, said = self._exporting.busy, self._exporting.said  # in this order: finished ones are reported
         if said != self._told:
             self._told = said
             self._router.send(said)

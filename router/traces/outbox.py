@@ -1,6 +1,6 @@
-"""The router's side of the export of traces: a bounded list of requests that are over, handed on now and then.
+"""The router's side of the export of traces: a bounded list of requests that are over, sent now and then.
 
-What waits here costs an append per request. What nobody takes is dropped and counted, never waited for.
+A request here costs an append. Requests that nobody takes are dropped and counted, never waited for.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ UNREAD: Final = 64
 
 
 class Node(Protocol):
-    """What is asked of the router."""
+    """The part of the router that this module uses."""
 
     paths: RunPaths
     peers: dict[str, int]

@@ -1,6 +1,6 @@
 """Requests as spans of OpenTelemetry: one of each request, and one of each part of its time below it.
 
-Their numbers are those that the function was told, so that what it has asked of others hangs below the request.
+Their ids are those that the function has received, so that its own outgoing requests hang below the request.
 """
 
 from typing import Final

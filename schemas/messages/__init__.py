@@ -2,7 +2,7 @@
 
 Frozen, array-like msgpack with integer tags; tags are appended, never reused. Decoding checks every field and can build
 nothing but these. Large data never travels here: a message names bytes in an arena or a slab. A message has no sender:
-that is the endpoint at which it arrived. docs/design.md draws who says what to whom.
+that is the endpoint at which it arrived. docs/design.md draws the senders and receivers.
 """
 
 from dormouse.schemas.messages.everyone import *  # noqa: F403

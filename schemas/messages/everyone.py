@@ -1,4 +1,4 @@
-"""What every process hears, from the supervisor."""
+"""Messages from the supervisor to every process."""
 
 from dormouse.schemas.messages.shared import Message
 

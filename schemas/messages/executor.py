@@ -1,4 +1,4 @@
-"""What an executor hears: from the controller and the store, and in its inbox, where descriptors come."""
+"""Messages to an executor: from the controller and the store, and in its inbox, where descriptors come."""
 
 from dormouse.schemas.messages.shared import Arena, JoinRule, Lease, Message
 
@@ -13,7 +13,7 @@ class Entry(Message, frozen=True, kw_only=True):
 
 
 class Place(Message, frozen=True, kw_only=True):
-    """Where a segment lies on the host: bytes ``[offset, +nbytes)`` of a slab."""
+    """The place of a segment on the host: bytes ``[offset, +nbytes)`` of a slab."""
 
     segment: int
     slab: int

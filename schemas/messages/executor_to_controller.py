@@ -1,14 +1,14 @@
-"""What the controller hears from executors: leases and turns, what is resident, what was used."""
+"""Messages from executors to the controller: leases and turns, residency, and use."""
 
 from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, HeldBytes, Message, StepsDue, WokenFrom
 
 
 class PoolStats(Message, frozen=True, kw_only=True):
-    """What a GPU's memory is used for, in bytes; ``weights + kv + lost + activations + free`` is all of it.
+    """The use of a GPU's memory, in bytes; ``weights + kv + lost + activations + free`` is all of it.
 
     ``lost`` is held by no segment and free to none: the rounding of granules or blocks. ``largest`` is the largest
-    segment that would fit without eviction and without a move. ``moved`` counts since the start. KV grows without being
-    told here: EngineLoad has what a runtime has now.
+    segment that would fit without eviction and without a move. ``moved`` counts since the start. Growth of KV is not
+    reported here: EngineLoad has a runtime's KV now.
     """
 
     weights_nbytes: int = 0
@@ -102,7 +102,7 @@ class Awake(Message, frozen=True, kw_only=True, tag=5):
 
 
 class Trouble(Message, frozen=True, kw_only=True, tag=6):
-    """For a person: what this GPU's device does not do as well as it could, and goes on without."""
+    """For a person: the shortcomings with which this GPU's device goes on."""
 
     text: str
 
@@ -132,7 +132,7 @@ class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
 
 
 class RuntimeLoad(Message, frozen=True, kw_only=True, tag=10):
-    """What the runtime that computes for these instances has to do; None: it is gone. ``number`` is its executor's."""
+    """The load of the runtime that computes for these instances; None: it is gone. ``number`` is its executor's."""
 
     instances: list[str]
     number: int
@@ -153,7 +153,7 @@ class Preloaded(Message, frozen=True, kw_only=True, tag=11):
 
 
 class InstanceUse(Message, frozen=True, kw_only=True):
-    """What an instance has had of a GPU: a seat, its time; tokens of prompts, and tokens that were made."""
+    """An instance's use of a GPU: a seat, its time; tokens of prompts, and tokens that were made."""
 
     instance: str
     seat_ms: int
@@ -163,7 +163,7 @@ class InstanceUse(Message, frozen=True, kw_only=True):
 
 
 class Metered(Message, frozen=True, kw_only=True, tag=12):
-    """What was used of a GPU since the last statement. The owners of bytes are instances."""
+    """The use of a GPU since the last statement. The owners of bytes are instances."""
 
     held: list[HeldBytes]
     uses: list[InstanceUse]

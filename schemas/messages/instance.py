@@ -1,4 +1,4 @@
-"""What an instance hears, from the router and the store, and a session where it has attached."""
+"""Messages to an instance, from the router and the store, and to a session where it has attached."""
 
 from dormouse.schemas.messages.shared import Arena, DeviceInfo, Lease, Message
 
@@ -68,7 +68,7 @@ class Abandon(Message, frozen=True, kw_only=True, tag=6):
 
 
 class CallAnswered(Message, frozen=True, kw_only=True, tag=7):
-    """What a function answers that this instance has called, as it would over HTTP. ``headers``: in small letters."""
+    """The answer of a function that this instance has called, as over HTTP. ``headers``: in small letters."""
 
     number: int
     status: int

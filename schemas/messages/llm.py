@@ -1,4 +1,5 @@
-"""What the instance of a language model says to its executor and, through that, to the runtime that computes for it.
+"""Messages between the instance of a language model and its executor and, through that, the runtime that computes for
+it.
 
 Tokens are numbers of the model's vocabulary.
 """
@@ -55,8 +56,8 @@ class WeightAt(Message, frozen=True, kw_only=True):
 
 
 class OpenModel(Message, frozen=True, kw_only=True, tag=1):
-    """What is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them: schemas/llm.py
-    says how they are called, and how they lie. Of a large one so many ``parts`` follow, too.
+    """The model that is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them:
+    schemas/llm.py says how they are called, and how they lie. Of a large one so many ``parts`` follow, too.
     """
 
     spec: DecoderSpec
@@ -66,7 +67,7 @@ class OpenModel(Message, frozen=True, kw_only=True, tag=1):
 
 
 class AdapterPart(Message, frozen=True, kw_only=True, tag=6):
-    """What an adapter has besides."""
+    """Further parts of an adapter."""
 
     adapter: AdapterSpec
 
@@ -137,7 +138,7 @@ class ChosenToken(Message, frozen=True, kw_only=True):
 
 
 class FirstToken(Message, frozen=True, kw_only=True):
-    """Where the time of a sequence went since its Submit was heard: until its first step, in steps until weights had
+    """The parts of a sequence's time since its Submit was received: until its first step, in steps until weights had
     come, in all else of its steps.
     """
 
@@ -148,8 +149,8 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=1):
-    """What one step has made. ``reused``: by sequence that begins, prompt tokens whose KV was there. ``firsts``: of
-    sequences whose first token is among these.
+    """The tokens that one step has made. ``reused``: by sequence that begins, prompt tokens whose KV was there.
+    ``firsts``: of sequences whose first token is among these.
     """
 
     tokens: list[ChosenToken]

@@ -1,6 +1,6 @@
-"""What the process that writes `/metrics` hears and says, and what the controller has counted for it.
+"""Messages to and from the process that writes `/metrics`, and the controller's counts for it.
 
-Counts are since the process that counts has started, and only grow. Whoever reads them knows what a start anew is.
+Counts begin with the start of the process that counts, and only grow. Readers can tell that it was started anew.
 """
 
 from typing import Final
@@ -33,8 +33,8 @@ class TokensCounted(Message, frozen=True, kw_only=True):
 
 
 class FunctionCounted(Message, frozen=True, kw_only=True):
-    """What the router knows of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are by its
-    own deadline, or its times for tokens; what has failed is late; ``spent_s`` is where answered requests' time went;
+    """The router's counts of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are by its
+    own deadline, or its times for tokens; failed requests are late; ``spent_s`` is where answered requests' time went;
     ``idle_s`` how long it has had no request; ``jobs`` are there, by state; ``broken``: it is not started.
     """
 
@@ -68,7 +68,7 @@ class WakesCounted(Message, frozen=True, kw_only=True):
 
 
 class FunctionMeasures(Message, frozen=True, kw_only=True):
-    """What the controller knows of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
+    """The controller's counts of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
     since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind. ``batches`` have served
     so many requests, of as many as they had places for; if one of them failed, its requests were tried alone.
     """
@@ -105,7 +105,7 @@ class NodeMeasures(Message, frozen=True, kw_only=True):
 
 
 class KeptCounted(Message, frozen=True, kw_only=True):
-    """What the router keeps of tenants: environments, and their ``builds`` by "ok" or an error's code; secrets by
+    """The router's holdings of tenants: environments, and their ``builds`` by "ok" or an error's code; secrets by
     tenant; and room on the disk for more, -1 if that cannot be found out.
     """
 

@@ -1,4 +1,4 @@
-"""What the router hears, from the controller, from instances, from zygotes and from who wants to be a session."""
+"""Messages to the router: from the controller, instances, zygotes and processes that want to be a session."""
 
 from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message, StreamKind, WokenFrom
 
@@ -27,7 +27,7 @@ class Catalogue(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Kept(Message, frozen=True, kw_only=True, tag=2):
-    """The deploy or removal of this name is durable. ``warning``: what who deploys should know."""
+    """The deploy or removal of this name is durable. ``warning``: advice for the caller who deploys."""
 
     name: str
     warning: str = ""
@@ -72,8 +72,8 @@ class Status(Message, frozen=True, kw_only=True, tag=7):
 
 
 class Device(Message, frozen=True, kw_only=True, tag=8):
-    """What functions shall see as ``cuda:0``: the smallest of the node's GPUs. Sent when the first executor is up, and
-    on change.
+    """The device that functions shall see as ``cuda:0``: the smallest of the node's GPUs. Sent when the first executor
+    is up, and on change.
     """
 
     info: DeviceInfo
@@ -200,7 +200,7 @@ class TokenCounts(Message, frozen=True, kw_only=True):
 
 
 class AnswerHead(Message, frozen=True, kw_only=True):
-    """What a function says itself of its answer, as core/answerhead.py lets it; ``code`` of an error."""
+    """The status and headers that a function sets for its answer (core/answerhead.py); ``code`` of an error."""
 
     status: int
     headers: dict[str, str] = {}
@@ -299,9 +299,9 @@ class LeaveCall(Message, frozen=True, kw_only=True, tag=14):
 
 
 class AnswerBegun(Message, frozen=True, kw_only=True, tag=11):
-    """The first token of this answer of a language model has been made; it may not be sent for a while. Where the time
-    since Run went: waiting for others (a GPU, a step), until a runtime was ready, in its steps until weights had come,
-    and in all else of them.
+    """The first token of this answer of a language model has been made; it may not be sent for a while. The time since
+    Run is split in parts: waiting for others (a GPU, a step), until a runtime was ready, in its steps until weights had
+    come, and in all else of them.
     """
 
     request: int

@@ -1,4 +1,4 @@
-"""What the controller hears from the router: functions, instances, requests that want a lease, and questions."""
+"""Messages from the router to the controller: functions, instances, requests that want a lease, and questions."""
 
 from dormouse.schemas.messages.shared import FunctionSpec, Message
 
@@ -148,7 +148,7 @@ class Served(Message, frozen=True, kw_only=True, tag=13):
 
 
 class AskUsage(Message, frozen=True, kw_only=True, tag=14):
-    """What functions have used since then, in seconds of the Unix clock; 0: as far back as it is known."""
+    """Asks for the use of functions since then, in seconds of the Unix clock; 0: as far back as it is known."""
 
     query: int
     since_s: float
@@ -156,7 +156,7 @@ class AskUsage(Message, frozen=True, kw_only=True, tag=14):
 
 class BatchWaits(Message, frozen=True, kw_only=True, tag=17):
     """Requests have come to those that wait for this lease, which has not been granted yet, as in BatchAsk; the tickets
-    of others have left them. What stays the same is not said again.
+    of others have departed. Unchanged ones are not sent again.
     """
 
     request: int
@@ -184,7 +184,7 @@ class CallWaits(Message, frozen=True, kw_only=True, tag=22):
 
 
 class AskMeasures(Message, frozen=True, kw_only=True, tag=15):
-    """What the controller has counted, for `/metrics`; Measures answers."""
+    """Asks for the controller's counts, for `/metrics`; Measures answers."""
 
     query: int
 

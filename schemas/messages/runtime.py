@@ -1,6 +1,6 @@
-"""What is said between an executor and the runtime of a language model, and the process that forks runtimes.
+"""Messages between an executor and the runtime of a language model, and the process that forks runtimes.
 
-What a runtime and the instance that it computes for say to each other, the executor passes on without looking at it:
+The executor passes messages between a runtime and the instance that it computes for on without looking at them:
 `ForRuntime`, `FromRuntime` (llm.py). A packet holds 64 KiB, so long lists come in several messages.
 """
 
@@ -28,7 +28,7 @@ class StorageAt(Message, frozen=True, kw_only=True):
 
 
 class SeatGiven(Message, frozen=True, kw_only=True, tag=1):
-    """Where the model of this lease lies, in granules that came before. Others' may lie there already. ``missing``:
+    """The place of this lease's model, in granules that came before. Others' may lie there already. ``missing``:
     segments that are on their way. With ``refused``, there is none. ``joins`` is the lease's, as in Wake.
     """
 
@@ -47,7 +47,7 @@ class SegmentsCame(Message, frozen=True, kw_only=True, tag=2):
 
 
 class SeatEnds(Message, frozen=True, kw_only=True, tag=3):
-    """Unmap everything, KV included, and say SeatLeft. What is wanted goes on with the next seat."""
+    """Unmap everything, KV included, and send SeatLeft. Sequences go on with the next seat."""
 
 
 class TurnBegins(Message, frozen=True, kw_only=True, tag=4):
@@ -75,7 +75,7 @@ class GranulesGiven(Message, frozen=True, kw_only=True, tag=8):
 
 
 class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
-    """From the instance that has this lease, an `InstanceToRuntime`. What it numbers is its own."""
+    """From the instance that has this lease, an `InstanceToRuntime`. Its numbers are its own."""
 
     data: bytes
     serial: int = 0
@@ -131,7 +131,7 @@ class SeatLeft(Message, frozen=True, kw_only=True, tag=1):
 
 
 class StepShare(Message, frozen=True, kw_only=True):
-    """What a lease had of a step: ``tokens`` that were computed, and of its sequences, those of ``prompt`` that have
+    """A lease's share of a step: ``tokens`` that were computed, and of its sequences, those of ``prompt`` that have
     their KV now for the first time, and tokens ``made``. ``kv_blocks``: that its sequences have now.
     """
 
@@ -198,7 +198,7 @@ class LoadChanged(Message, frozen=True, kw_only=True, tag=8):
 
 
 class MemberLeft(Message, frozen=True, kw_only=True, tag=9):
-    """What this lease alone had is unmapped."""
+    """All that this lease alone had is unmapped."""
 
     serial: int
 

@@ -1,4 +1,4 @@
-"""What messages of several processes are made of."""
+"""Parts that messages of several processes are made of."""
 
 from typing import Final, Literal
 
@@ -19,8 +19,8 @@ class Lease(Message, frozen=True, kw_only=True):
 
 
 WokenFrom = Literal["", "gpu", "peer", "host", "disk"]
-"""Where a model was when a lease began: on the lease's GPU, on another, in host memory, in files. If in several places,
-the last of these that had a part of it. "": not known.
+"""The place of a model when a lease began: on the lease's GPU, on another, in host memory, in files. If in several
+places, the last of these that had a part of it. "": not known.
 """
 
 CONTROL_NBYTES: Final = 8
@@ -35,8 +35,8 @@ STREAM_WINDOW_NBYTES: Final = 256 << 10
 """Of a streamed answer, at most so much is sent before the client has taken what came before."""
 
 TAKEN_NBYTES: Final = 64 << 10
-"""What a client has taken is told in steps of so much, not for each token: the rest of the window is room enough for a
-whole chunk.
+"""Bytes taken by a client are reported in steps of so much, not for each token: the rest of the window is room enough
+for a whole chunk.
 """
 
 BATCH_NBYTES: Final = 256 << 10
@@ -87,7 +87,7 @@ class Arena(Message, frozen=True, kw_only=True):
 
 
 class StepTimes(Message, frozen=True, kw_only=True):
-    """What a step of a language model takes, as measured: any step, and more for each token of prompts in it, and for
+    """The time of a language model's step, as measured: any step, and more for each token of prompts in it, and for
     each sequence that gets a token. A step has ``step_tokens`` of prompts at most.
     """
 
@@ -99,7 +99,7 @@ class StepTimes(Message, frozen=True, kw_only=True):
 
 class PromptsDue(Message, frozen=True, kw_only=True):
     """Sequences of one lease that have no token yet: ``tokens`` of their prompts are to be computed. The oldest has
-    waited so long since the runtime heard of it.
+    waited so long since the runtime received it.
     """
 
     serial: int
@@ -108,14 +108,14 @@ class PromptsDue(Message, frozen=True, kw_only=True):
 
 
 class StepsDue(Message, frozen=True, kw_only=True):
-    """What a runtime has to compute. ``decoding``: sequences that have had their first token."""
+    """The work of a runtime. ``decoding``: sequences that have had their first token."""
 
     prompts: list[PromptsDue]
     decoding: int
 
 
 class JoinRule(Message, frozen=True, kw_only=True):
-    """What a runtime must know to decide which sequences of a lease join its batch, and when: their first tokens are
+    """The rule by which a runtime decides which sequences of a lease join its batch, and when: their first tokens are
     wanted within so long. ``in_turn``: they join in turn with those of others, whatever is wanted.
     """
 
@@ -124,8 +124,8 @@ class JoinRule(Message, frozen=True, kw_only=True):
 
 
 class EngineLoad(Message, frozen=True, kw_only=True):
-    """What the engine of a language model has to do, and its KV memory in blocks: those that sequences ``used``, those
-    that only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started. So do
+    """The load of a language model's engine, and its KV memory in blocks: those that sequences ``used``, those that
+    only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started. So do
     ``gathered``: sequences that waited for others of their function, by why they began (core/batching.py).
     """
 
@@ -169,7 +169,7 @@ class EmbeddingSettings(Message, frozen=True, kw_only=True):
 
 
 class FunctionSpec(Message, frozen=True, kw_only=True):
-    """A deployed function: what the catalogue keeps.
+    """A deployed function, as the catalogue keeps it.
 
     Durations are in milliseconds. ``version`` counts successful deploys; ``snapshot`` names what was deployed, and
     ``entry`` the file in it that has ``load`` and ``handle``. ``content`` is equal where all files are.
@@ -207,7 +207,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):
-    """What functions are told of a GPU through ``torch.cuda``."""
+    """The properties of a GPU that functions see through ``torch.cuda``."""
 
     name: str
     total_nbytes: int

@@ -1,4 +1,4 @@
-"""What the store hears, from the controller, the executors and the instances."""
+"""Messages to the store: from the controller, the executors and the instances."""
 
 from dormouse.schemas.messages.shared import Message
 
@@ -91,7 +91,7 @@ class StoreFree(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=3):
-    """What has been uploaded and not freed is the next manifest version."""
+    """All that has been uploaded and not freed is the next manifest version."""
 
 
 class StoreFile(Message, frozen=True, kw_only=True, tag=4):

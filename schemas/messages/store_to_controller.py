@@ -1,4 +1,4 @@
-"""What the controller hears from the store: models and their bytes in host memory and in files."""
+"""Messages from the store to the controller: models and their bytes in host memory and in files."""
 
 from dormouse.schemas.messages.shared import HeldBytes, Message
 
@@ -50,7 +50,7 @@ class ModelDamaged(Message, frozen=True, kw_only=True, tag=4):
 
 
 class HostMetered(Message, frozen=True, kw_only=True, tag=5):
-    """What was used of host memory since the last statement. Owners are functions, or sessions' instances."""
+    """The use of host memory since the last statement. Owners are functions, or sessions' instances."""
 
     held: list[HeldBytes]
 

@@ -1,4 +1,4 @@
-"""What the supervisor hears, from every process."""
+"""Messages from every process to the supervisor."""
 
 from dormouse.schemas.messages.shared import Message
 

@@ -1,4 +1,4 @@
-"""What the process that exports traces hears and says."""
+"""Messages to and from the process that exports traces."""
 
 from dormouse.schemas.messages.shared import Message, WokenFrom
 
@@ -7,7 +7,7 @@ class TracedRequest(Message, frozen=True, kw_only=True):
     """A request that is over. ``trace`` is its traceparent, whose part it is; ``above`` the client's part, all "0" if
     there is none; ``began_ns`` when it came, of the Unix clock. ``spent_s``: its parts one after the other, as
     Server-Timing names them; ``copy_s`` of the "run", until its model had come from ``source``. ``status`` is 0 if its
-    client has left.
+    client has departed.
     """
 
     trace: str
@@ -31,8 +31,8 @@ class TracedRequests(Message, frozen=True, kw_only=True, tag=1):
 
 
 class SpansSent(Message, frozen=True, kw_only=True, tag=1):
-    """What has become of spans since the process began. ``dropped``: too many waited. ``trouble``: why the last ones
-    were not taken; "" if they were.
+    """Counts of spans since the process began. ``dropped``: too many waited. ``trouble``: why the last ones were not
+    taken; "" if they were.
     """
 
     exported: int

@@ -1,4 +1,4 @@
-"""What a zygote hears, from the router."""
+"""Messages from the router to a zygote."""
 
 from dormouse.schemas.messages.shared import Arena, DeviceInfo, EmbeddingSettings, LlmSettings, Message
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 TAKEN = (
     "docs",
     "controller",
+    "core/decisions",
     "core/requirements.py",
     "core/sandbox/builder.py",
     "examples/adapters",

@@ -1,5 +1,6 @@
-"""Language models with adapters of their own over one base: what of a scenario says so, checked, and which functions
-have one runtime. Pure. The base's segments are the same content in all of them; each adapter is its function's own.
+"""Language models with adapters of their own over one base: the settings of a scenario for them, checked, and the
+functions that share a runtime. Pure. The base's segments are the same content in all of them; each adapter is its
+function's own.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def runtime_groups(models: Sequence[ModelSpec]) -> dict[int, list[int]]:
 
 
 def group_spec(models: Sequence[ModelSpec], members: Sequence[int]) -> ModelSpec:
-    """What their one instance has on a GPU: the base, and the adapters of all. It has as many instances as any."""
+    """The model of their one instance on a GPU: the base, and the adapters of all. It has as many instances as any."""
     first = models[members[0]]
     adapters = sum(llm.adapter_nbytes for number in members if (llm := models[number].llm) is not None)
     each = [models[number] for number in members]

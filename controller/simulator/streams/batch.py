@@ -1,8 +1,8 @@
-"""What a simulated runtime computes next: the rules of decisions/batches/batch.py, for many equal steps at once. Pure.
+"""The next steps of a simulated runtime: the rules of decisions/batches/batch.py, for many equal steps at once. Pure.
 
 A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget: of those that
 have begun, oldest first, then of others (core/joins.py).
-When memory for KV is short, the youngest sequence is preempted. What differs from step to step is counted, not done: a
+When memory for KV is short, the youngest sequence is preempted. Changes from step to step are counted, not made: a
 sequence that gets a token with each step is a number of steps until its end. So work is done for joins, the ends of
 prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
 """
@@ -302,7 +302,7 @@ class StreamBatch:
         heappush(self._ends, (stream.end, stream.number, stream))
 
     def _stop(self, stream: Stream) -> None:
-        """It does not decode any more: what it has is known again."""
+        """It does not decode any more: its tokens are known again."""
         self._in_phase(stream.computed - stream.since, -1)
         done = self._step - stream.since
         stream.computed += done
@@ -346,7 +346,7 @@ class StreamBatch:
         return list(self.waiting)
 
     def check(self) -> None:
-        """Assert that the books agree."""
+        """Assert that the state is consistent."""
         running = [*self._prefilling, *self._decoding.values()]
         done = [self._step - each.since if each.state == DECODING else 0 for each in running]
         used = sum(self._of(each.computed + more) for each, more in zip(running, done, strict=True))

@@ -1,4 +1,4 @@
-"""What steps of a language model take: pure. Owns the formula, and its sum over equal steps in a row.
+"""Times of a language model's steps: pure. Owns the formula, and its sum over equal steps in a row.
 
     step = fixed + per_sequence * B + per_context * sum of contexts + per_prompt * (prompt tokens that are not free)
 

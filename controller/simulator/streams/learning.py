@@ -1,5 +1,5 @@
-"""What a simulated runtime has learned of its steps, as gpuserver/runtime/engine.py has it: pure. Steps without prompts
-are taken in when somebody asks: a lease without another prompt ends before that, and they are most of all steps.
+"""Step times that a simulated runtime has learned, as in gpuserver/runtime/engine.py: pure. Steps without prompts are
+taken in when somebody asks: a lease without another prompt ends before that, and they are most of all steps.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class StepsLearned:
         self._timer.learn(prompt_tokens, sequences, steps.first_s * 1e6)
 
     def learn_tokens(self, sequences: int, took_s: Sequence[float]) -> None:
-        """What steps without prompts took, one after the other."""
+        """Times of steps without prompts, one after the other."""
         self._put(sequences, took_s)
 
     def pieces(self, most: int) -> int:

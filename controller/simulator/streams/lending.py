@@ -1,6 +1,6 @@
-"""Steps in another's turn, as decisions/leases/runtimes.py lends them: pure. While a step of who has the turn waits for
-its weights, another runtime that has all of its own has a step: that which has had none for longest. The turn stays
-where it is, and nobody else gets one while a step is lent.
+"""Steps in another's turn, as decisions/leases/runtimes.py lends them: pure. While a step of the runtime with the turn
+waits for its weights, another runtime that has all of its own has a step: that which has had none for longest. The turn
+stays where it is, and nobody else gets one while a step is lent.
 
 A simulated step waits when all but the copies is done. A step that needs memory for KV which nobody has to spare is not
 lent: it waits for its own turn.
@@ -14,7 +14,7 @@ from dormouse.controller.simulator.streams.runtime import runtime_of
 
 
 def borrower(leases: Collection[SimulatedLease], memory: KvMemory) -> SimulatedLease | None:
-    """Of those on a GPU where no step is lent, who is to have one."""
+    """Of those on a GPU where no step is lent, the one to have one."""
     for lease in leases:
         if lease.open and (runtime := lease.runtime) is not None and runtime.stepped:
             break

@@ -1,5 +1,5 @@
-"""Memory for KV of simulated runtimes, which grows in extents. Pure. It comes from the GPU's pool: the cheapest of what
-nobody uses leaves for it, then seats without a turn.
+"""Memory for KV of simulated runtimes, which grows in extents. Pure. It comes from the GPU's pool: the cheapest unused
+bytes leave for it, then seats without a turn.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ KV_OWNER: Final = "kv of "
 
 
 class KvMachine(Protocol):
-    """Who knows what models are worth: executors.py."""
+    """The part that knows the worth of models: executors.py."""
 
     def worth(self, gpu: int) -> dict[str, float]: ...
 
@@ -33,7 +33,7 @@ class KvMemory:
         self.offload = "asked"  # as in schemas/policy.py
 
     def grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
-        """What is needed takes what others have; what is wished beside it, what is free or idle."""
+        """Needed blocks take the memory of others; those wished beside them, free or idle memory."""
         wanted = -(-blocks // runtime_of(lease).extent_blocks)
         if not self._place(lease, wanted, gently):
             return False

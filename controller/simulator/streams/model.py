@@ -1,4 +1,4 @@
-"""What a simulated language model is: its steps, its memory, and how long prompts and answers are. Pure."""
+"""A simulated language model: its steps, its memory, and the lengths of prompts and answers. Pure."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What came of a language model's streams, as numbers: pure."""
+"""Results of a language model's streams, as numbers: pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +52,7 @@ def tpot_s(streams: Streams) -> Floats:
 
 
 def late(streams: Streams, functions: npt.NDArray[np.int64], ttfts_s: Floats, tpots_s: Floats) -> Bools:
-    """Which requests to language models have missed; ``tpots_s`` is infinite for other functions."""
+    """Requests to language models that were late; ``tpots_s`` is infinite for other functions."""
     first_s = np.where(np.isnan(streams.over_s), np.inf, streams.first_s)
     found: Bools = (streams.output > 0) & ((first_s > ttfts_s[functions]) | (tpot_s(streams) > tpots_s[functions]))
     return found

@@ -1,5 +1,5 @@
-"""From ``[models.llm]`` of a scenario to what is simulated, each value checked. Reads a file of lengths, if one is
-named. Raises ConfigError that names the key.
+"""Reads ``[models.llm]`` of a scenario, each value checked, and a file of lengths, if one is named. Raises ConfigError
+that names the key.
 """
 
 import csv
@@ -15,7 +15,7 @@ from dormouse.controller.simulator.tree import LengthSection, LlmSection, ModelS
 from dormouse.schemas.errors import ConfigError
 
 MAX_TOKENS: Final = 1_000_000
-"""Of a sequence: who writes more has slipped."""
+"""Of a sequence: more is a slip."""
 
 MAX_ROWS: Final = 1_000_000
 

@@ -1,5 +1,6 @@
-"""Instances of one simulated language model, each with a runtime of its own: who of them gets a request, and when one
-more is called for, as decisions/requests/queueing.py and replicas.py have it. Pure. extras.py starts and ends them.
+"""Instances of one simulated language model, each with a runtime of its own: the choice of the instance for a request,
+and the need for one more, as decisions/requests/queueing.py and replicas.py have it. Pure. extras.py starts and ends
+them.
 
 They are of a function, or of a group whose functions have one runtime: then each stands for one of every function.
 """
@@ -36,7 +37,7 @@ class SimulatedInstance:
 
 
 class HoldsInstances(Protocol):
-    """Who has them: serving.py."""
+    """The owner of the instances: serving.py."""
 
     def added(self, instance: SimulatedInstance) -> None:
         """It serves."""
@@ -75,7 +76,7 @@ class StreamReplicas:
         self._tpot_s[function] = mean(self._tpot_s.get(function), tpot_s)
 
     def excess(self) -> list[tuple[SimulatedInstance, int]]:
-        """Requests that are to go to an instance that is new, and who has them."""
+        """Requests that are to go to a new instance, and their holders."""
         waiting = [[request for request in each.open if self._due_s(request) < BEGUN] for each in self.serving]
         moves = beyond_share([(len(each.open), own) for each, own in zip(self.serving, waiting, strict=True)])
         return [(each, request) for each, requests in zip(self.serving, moves, strict=True) for request in requests]

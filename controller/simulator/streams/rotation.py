@@ -1,11 +1,11 @@
 """Steps of several runtimes that have the turn of a GPU one after the other, done at once: pure.
 
-While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. Whose turn
-is next is decided when a step begins. What is computed for each step here is that, by the scheduling core's rule
-(passing.py there), and when it ends. A stream may end with a step, and a runtime then have nothing to do: it takes part
-no more. Memory for KV grows as long as nobody has to leave for it. A lease without sequences may end meanwhile.
-Batches, leases and the core are told when something else is due, or needs more than that.
-Nothing is different from what it would be step by step: tests compare.
+While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. The next turn
+is decided when a step begins. For each step, only that is computed here, by the scheduling core's rule (passing.py
+there), and the step's end. A stream may end with a step, and a runtime then have nothing to do: it takes part no more.
+Memory for KV grows as long as nobody has to leave for it. A lease without sequences may end meanwhile. Batches, leases
+and the core are told when something else is due, or needs more than that. The result is the same as step by step: tests
+compare.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ class Rotating:
         self.look()
 
     def look(self) -> None:
-        """What its next steps are like."""
+        """Read the properties of its next steps."""
         batch = self.runtime.batch
         steps = batch.alike()
         self.short = batch.short(steps)
@@ -111,7 +111,7 @@ def _apart(number: int, gone: Iterable[Rotating], kind: int, what: Any) -> bool:
 
 
 class Rotation:
-    """Of one node. ``advanced`` is told of streams that end; ``happens`` takes what is due that is no lease's turn."""
+    """Of one node. ``advanced`` receives streams that end; ``happens`` takes what is due that is no lease's turn."""
 
     happens: Callable[[int, Any, int], None]
 
@@ -119,8 +119,8 @@ class Rotation:
         self._agenda, self._memory, self._advanced = agenda, memory, advanced
 
     def rotate(self, found: dict[int, Rotating], own: SimulatedLease, core: Scheduler) -> SimulatedLease:
-        """Who is about to have the first step that does not end before something is due; it is that time then, and what
-        was known of all is changed.
+        """The lease that is about to have the first step that does not end before something is due. The clock moves to
+        that time, and the state of all leases with it.
         """
         agenda = self._agenda
         now_s, until_s = agenda.now_s, agenda.next_s
@@ -179,7 +179,7 @@ class Rotation:
 
     def _passes(self, number: int, gone: list[Rotating], next_s: float) -> bool:
         """Whether all that is due until then is of nobody who takes part, and over: leases that have nothing to do end,
-        and the core looks at who waits.
+        and the core looks at waiting leases.
         """
         heap, due = self._agenda.heap, list[Entry]()
         while heap and heap[0][0] <= next_s and (_void(*heap[0][2:]) or _apart(number, gone, *heap[0][2:4])):
@@ -218,7 +218,7 @@ def _passed(each: Rotating) -> Passed:
 
 
 def _known(each: Rotating, turn: bool) -> None:
-    """What the lease is like now. ``turn``: it has that."""
+    """Update the state of the lease. ``turn``: it has the turn."""
     runtime, seat = each.runtime, seat_of(each.lease)
     runtime.wants, runtime.prompts, runtime.idles = not turn and runtime.batch.count > 0, False, False
     runtime.turning = runtime.opening = turn

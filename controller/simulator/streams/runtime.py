@@ -1,4 +1,4 @@
-"""What is known of the runtime of a simulated lease: plain data. What it does is runtimes.py's."""
+"""State of the runtime of a simulated lease: plain data. Its behaviour is runtimes.py's."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedRuntime:
-    """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
+    """The state of a language model's lease beside that of a function. ``steps`` are planned, ``count`` of them under
     way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
     told in this turn that the turn may be another's. ``lent``: that step is in another's turn. ``lives`` tells a void
     expectation of the lease's end. ``cold``: its process was not there when it got its seat. ``turning``: it has a
@@ -53,8 +53,8 @@ class SimulatedRuntime:
         self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
         self.lent = False
         self.lent_s: float | None = None  # when its last lent step ended
-        self.prompts = False  # it has said that it has some, since it wants a turn
-        self.times: StepTimes | None = None  # as told
+        self.prompts = False  # it has reported some, since it wants a turn
+        self.times: StepTimes | None = None  # as reported
         self.fresh, self.cold = True, False  # the seat has had no step
         self.lives = 0
 

@@ -3,7 +3,7 @@ steps. Pure.
 
 A turn ends between two steps. The core is told that it may be another's when it begins in a seat that its lease has,
 for one step is computed in any case; else after the first step. If nobody wants it, the steps go on. A seat that is
-left loses its KV (memory.py), and its sequences begin again. A lease without sequences ends after a while.
+released loses its KV (memory.py), and its sequences begin again. A lease without sequences ends after a while.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from dormouse.core.joins import IN_TURN, latest_s
 
 
 class SeatsAndTurns(KvMachine, Protocol):
-    """Who has turns and seats: executors.py."""
+    """The owner of turns and seats: executors.py."""
 
     @property
     def preloads(self) -> Preloads: ...
@@ -42,14 +42,14 @@ class SeatsAndTurns(KvMachine, Protocol):
         """It has done all."""
 
     def leave(self, lease: SimulatedLease) -> None:
-        """It has none any more; whoever waits for it may begin."""
+        """It has none any more; the next that waits for it may begin."""
 
     def next_turns(self, number: int) -> None:
         """Whoever waits for a turn there may begin."""
 
 
 class RuntimeLeases:
-    """Of one node. ``advanced`` is told what steps have made; ``failed`` a stream that never fits."""
+    """Of one node. ``advanced`` receives the results of steps; ``failed`` a stream that never fits."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RuntimeLeases:
             return  # it waits for its first turn
         if seat.paused_s is not None:
             if not runtime.prompts:
-                runtime.wants = False  # it says so once more
+                runtime.wants = False  # it reports it once more
             self._want(lease)
         elif seat.computing is None:
             self._go_on(lease)
@@ -163,7 +163,7 @@ class RuntimeLeases:
         self._work.begin(seat.computing, self._agenda.now_s)
 
     def _done_s(self, lease: SimulatedLease, work: SimulatedCopy) -> float:
-        """Of what it computes."""
+        """Of its computation."""
         return runtime_of(lease).work_s - max(0.0, work.left - work.rate * (self._agenda.now_s - work.at_s))
 
     def _cut(self, lease: SimulatedLease) -> None:
@@ -196,7 +196,7 @@ class RuntimeLeases:
             self._agenda.put(self._agenda.now_s + lease.extra_s, STEPPED, lease)
 
     def _made(self, lease: SimulatedLease) -> None:
-        """What was under way is done."""
+        """The work under way is done."""
         runtime = runtime_of(lease)
         runtime.busy_s += runtime.work_s
         self._tells.learn(lease)
@@ -238,7 +238,7 @@ class RuntimeLeases:
         if not runtime.batch.count:
             self._rest(lease)
         else:
-            runtime.wants = False  # it says anew what it has to compute
+            runtime.wants = False  # it reports its work anew
             self._want(lease)
         self._machine.next_turns(number)
         self._lend(number)
@@ -254,7 +254,7 @@ class RuntimeLeases:
 
     def _others_turns(self, lease: SimulatedLease) -> SimulatedLease:
         """The turn would be another's with each step: have all steps until something else is due, if that can be.
-        Returns who has it then.
+        Returns the lease that has it then.
         """
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
         if not self.rotates or gpu.blocked:
@@ -332,7 +332,7 @@ class RuntimeLeases:
         self._machine.leave(lease)
 
     def lost(self, lease: SimulatedLease) -> None:
-        """With its GPU. What it had told of its streams counts."""
+        """With its GPU. Progress of its streams that it has reported counts."""
         runtime, seat = runtime_of(lease), seat_of(lease)
         runtime.stepped = True  # nothing begins here any more
         if seat.computing is not None:

@@ -1,5 +1,5 @@
 """Simulated instances of language models: each has many requests at once and one lease, which it asks for with the
-first of them (client_shim/llm/serving.py). What becomes of streams is written down here. Pure.
+first of them (client_shim/llm/serving.py). Records the outcomes of streams. Pure.
 
 When a GPU is lost, its streams go on with the next lease, from where they were; those that lose a second one fail.
 """
@@ -24,7 +24,7 @@ from dormouse.core.replicas import BEGUN, token_due_s
 
 
 class Streams:
-    """What became of requests, by their number. ``output``: tokens; 0: it was no request to a language model.
+    """Outcomes of requests, by their number. ``output``: tokens; 0: it was no request to a language model.
     ``first_s`` and ``over_s``: from its arrival to its first and its last token, nan where that never came.
     """
 

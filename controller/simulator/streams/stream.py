@@ -1,4 +1,4 @@
-"""A sequence of a simulated runtime, and what becomes of it in steps: plain data. batch.py is what is done with it."""
+"""A sequence of a simulated runtime, and its progress in steps: plain data. batch.py advances it."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""What simulated runtimes tell the scheduling core of their turns and steps: pure."""
+"""Reports of simulated runtimes to the scheduling core, on their turns and steps: pure."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ class RuntimeTells:
         self._tell(ev.TurnWanted(wake.gpu, wake.epoch, wake.serial, due))
 
     def learn(self, lease: SimulatedLease) -> None:
-        """What the steps took that are over, and tell it if that is news."""
+        """Learn the times of the steps that are over, and report them if they are news."""
         runtime = runtime_of(lease)
         prompt_tokens, learned = runtime.batch.prompt_tokens, runtime.learned
         learned.learn(prompt_tokens, runtime.batch.sequences, runtime.steps, runtime.count)

@@ -1,1 +1,1 @@
-"""What a runtime of a language model computes next: sequences in a step, and the blocks of KV that they have."""
+"""Decisions of a language model's runtime: the sequences of the next step, and the blocks of KV that they have."""

@@ -6,10 +6,10 @@ A sequence::
        ^                                             |
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
-Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget:
-of those that have begun, oldest first, then of others (core/joins.py). A brief step takes no more of all prompts than
-costs what its other tokens cost. When KV is short, the youngest sequence is preempted. A sequence that is held, parked
-or gathers is in no step, and holds up no other.
+Each step takes one token of every sequence whose prompt is computed, then as many prompt tokens as fit the budget:
+those of started prompts first, oldest first, then those of others (core/joins.py). A brief step takes no more prompt
+tokens than cost as much as its other tokens. When KV is short, the youngest sequence is preempted. A sequence that is
+held, parked or gathering is in no step, and delays no other.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ NO_ADAPTER: Final = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``tokens``: the prompt, and what was made so far. ``computed``: how many of them have their KV."""
+    """``tokens``: the prompt and the tokens generated so far. ``computed``: how many of them have their KV."""
 
     number: int
     tokens: list[int]
@@ -43,15 +43,15 @@ class Sequence:
     limit: int  # tokens in all at most
     salt: bytes = ROOT
     owner: int = 0  # a lease
-    heard_s: float = 0.0  # when its runtime has heard of it
-    waited_s: float = 0.0  # before that, as its instance says
+    heard_s: float = 0.0  # when its runtime received it
+    waited_s: float = 0.0  # before that, as reported by its instance
     latest_s: float = IN_TURN  # when it has to begin at latest, to be in time
     adapter: int = NO_ADAPTER  # the number of its own
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
-    counted: int = 0  # tokens of the prompt that had their KV once, whatever became of it
+    counted: int = 0  # tokens of the prompt that had their KV once, even if it was lost since
     begun: bool = False
-    held: bool = False  # what its next token may be is not known yet: it is left out
+    held: bool = False  # its permitted next tokens are not known yet: it is left out
     parked: bool = False  # its adapter is not here: it is left out
     gathers: bool = False  # it waits for others of its function: it is left out
     over: bool = False  # it has ended: in a plan that it was in, it is left out
@@ -116,13 +116,13 @@ class Batch:
         return not self._stalled and any(sequence.able for sequence in (*self.running, *self.waiting))
 
     def next(self, now_s: float) -> Sequence | None:
-        """The one that begins next."""
+        """The next sequence to begin."""
         if not self.waiting:
             return None
         return self.waiting.next(now_s, Counter(sequence.owner for sequence in self.running), _able)
 
     def retry(self) -> None:
-        """There may be room in the next plan, though nothing has changed here."""
+        """The next plan may find room, though nothing has changed here."""
         self._stalled = False
 
     def add(self, sequence: Sequence) -> None:
@@ -130,25 +130,25 @@ class Batch:
         self.waiting.add(sequence, sequence.latest_s)
 
     def release(self, sequence: Sequence) -> None:
-        """It is held no longer."""
+        """The sequence is no longer held."""
         self._stalled = sequence.held = False
 
     def join(self, sequence: Sequence) -> None:
-        """It waits for others no more."""
+        """The sequence no longer waits for others."""
         self._stalled = sequence.gathers = False
 
     def unpark(self, sequence: Sequence) -> None:
-        """Its adapter has come."""
+        """Its adapter has arrived."""
         self._stalled = sequence.parked = False
 
     def park(self, sequence: Sequence) -> None:
-        """Its adapter leaves: it begins anew when that is here again."""
+        """Its adapter is being unloaded: the sequence restarts when the adapter is back."""
         if sequence in self.running:
             self.preempt(sequence)
         sequence.parked = True
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended, by itself or by its client."""
+        """The sequence has ended, by itself or by its client."""
         self._stalled, sequence.over = False, True
         if sequence in self.running:
             self.running.remove(sequence)
@@ -157,13 +157,13 @@ class Batch:
             self.waiting.remove(sequence)
 
     def wanted_by(self, sequence: Sequence, latest_s: float) -> None:
-        """It has to begin then at latest."""
+        """The sequence must begin by ``latest_s``."""
         sequence.latest_s = latest_s
         self.waiting.move(sequence, latest_s)
 
     def plan(self, grow: Callable[[int], bool], now_s: float = 0.0) -> list[Part]:
-        """The next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory: whether it has come. While
-        it asks, sequences may be parked or removed: they are not in the step.
+        """Returns the next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory, and returns
+        whether it got any. During that call, sequences may be parked or removed: they are not in the step.
         """
         self.wanted = 0
         parts: list[Part] = []
@@ -186,8 +186,8 @@ class Batch:
         return parts
 
     def _share(self, sequence: Sequence, budget: int, going_on: bool) -> int:
-        """Of its prompt in this step. One that fits into a step is one step's delay to those that go on; a longer one
-        would be many, so it takes what its pace allows.
+        """Prompt tokens of a sequence in this step. A prompt that fits into one step delays running sequences by one
+        step; a longer one would delay them by many, so it takes as much as its pace allows.
         """
         if self._pace is not None and going_on and len(sequence.tokens) > self.step_tokens:
             budget = self._pace.tokens(budget)
@@ -202,8 +202,8 @@ class Batch:
         grow: Callable[[int], bool],
         now_s: float,
     ) -> int:
-        """Tokens of a waiting sequence in this step; 0 if there is no room for it: nobody is preempted for one that
-        has not begun.
+        """Tokens of a waiting sequence in this step; 0 if there is no room for it: no sequence is preempted for one
+        that has not begun.
         """
         sequence.table = self.blocks.share(sequence.tokens, sequence.salt)
         sequence.computed = len(sequence.table.blocks) * self.blocks.block_tokens
@@ -220,7 +220,7 @@ class Batch:
         return tokens
 
     def _take(self, sequence: Sequence, tokens: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
-        """Tokens of a running sequence; younger ones are preempted for it, at last itself."""
+        """Tokens of a running sequence; preempts younger sequences for it, and in the end the sequence itself."""
         while not self._room(sequence, sequence.computed + tokens, grow):
             if not sequence.able:
                 return 0
@@ -256,7 +256,7 @@ class Batch:
             self.preempt(sequence)
 
     def computed(self, part: Part) -> None:
-        """A part of the step is done."""
+        """A part of the step has been computed."""
         sequence = part.sequence
         sequence.computed = part.start + part.tokens
         sequence.counted = max(sequence.counted, min(sequence.computed, sequence.prompt))

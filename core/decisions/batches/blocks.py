@@ -1,7 +1,7 @@
 """Decides which blocks of KV memory hold which tokens: pure bookkeeping.
 
 A block has room for the keys and values of ``block_tokens`` tokens in all layers. Sequences share blocks with equal
-beginnings (prefix reuse); a block that nobody uses any more keeps what it holds until its room is needed.
+prefixes (prefix reuse); an unused block keeps its contents until its room is needed.
 """
 
 import hashlib
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ROOT: Final = b""
-"""The key of what is before the first block."""
+"""The key of the empty prefix, before the first block."""
 
 
 def key_of(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Names a full block by all tokens up to its end. Nobody can choose tokens that collide."""
+    """Names a full block by all tokens up to its end. No client can choose tokens that collide."""
     digest = hashlib.blake2b(before, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
@@ -32,7 +32,7 @@ class BlockTable:
 
 
 class Blocks:
-    """The blocks of one runtime, by number. Blocks come in extents, which are what memory is given and taken in."""
+    """The blocks of one runtime, by number. Memory is taken and given back in extents of blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -40,7 +40,7 @@ class Blocks:
         self._used: dict[int, int] = {}  # how many tables have it
         self._by_key: dict[bytes, int] = {}  # full blocks that may be shared
         self._keys: dict[int, bytes] = {}  # the same the other way round
-        self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, and with contents; least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in no table, with contents; least recently used first
         self._extents: dict[int, range] = {}
         self._homes: dict[int, int] = {}  # extent by block
         self._taken: dict[int, int] = {}  # by extent: how many of its blocks are in tables
@@ -55,17 +55,17 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """How many can be had without more memory."""
+        """Number of blocks that can be had without more memory."""
         return len(self._free) + len(self._idle)
 
     @property
     def idle(self) -> int:
-        """How many only keep what might be asked again."""
+        """Number of unused blocks that are kept for possible reuse."""
         return len(self._idle)
 
     @property
     def spare(self) -> int:
-        """How many blocks are in extents that could be given back."""
+        """Number of blocks in extents that could be given back."""
         return sum(len(self._extents[extent]) for extent in self._spare)
 
     def grow(self, extent: int, blocks: int) -> range:
@@ -79,7 +79,7 @@ class Blocks:
         return numbers
 
     def returnable(self, count: int, keep_idle: bool = False) -> list[int]:
-        """Up to so many extents that can be given back, those without contents first. They are not given yet."""
+        """Up to ``count`` extents that can be given back, those without contents first. They are not given back yet."""
         idle = self._idle
         found = [(sum(number in idle for number in self._extents[extent]), extent) for extent in self._spare]
         return [extent for contents, extent in sorted(found)[:count] if not (keep_idle and contents)]
@@ -98,8 +98,8 @@ class Blocks:
     # --- sequences
 
     def share(self, tokens: Sequence[int], salt: bytes = ROOT) -> BlockTable:
-        """A table with the blocks that hold the beginning of these tokens already. At least the last token is left to
-        be computed. ``salt`` keeps apart what is equal in tokens only.
+        """Returns a table with the blocks that hold a prefix of these tokens already. At least the last token remains
+        to be computed. ``salt`` separates sequences that have equal tokens but must not share.
         """
         table, before = BlockTable(), salt
         size = self.block_tokens
@@ -115,7 +115,7 @@ class Blocks:
         return table
 
     def extend(self, table: BlockTable, tokens: int) -> bool:
-        """Room for so many tokens in all; False, and nothing has changed, if there is not enough."""
+        """Makes room for ``tokens`` tokens in all; returns False, with nothing changed, if there is not enough."""
         wanted = -(-tokens // self.block_tokens) - len(table.blocks)
         if wanted > self.available:
             return False
@@ -124,7 +124,7 @@ class Blocks:
         return True
 
     def filled(self, table: BlockTable, tokens: Sequence[int], computed: int, salt: bytes = ROOT) -> None:
-        """So many of these tokens are computed: full blocks of them may be shared from now on."""
+        """The first ``computed`` of these tokens are computed: their full blocks may be shared from now on."""
         size = self.block_tokens
         for index in range(len(table.keys), computed // size):
             before = table.keys[-1] if table.keys else salt
@@ -135,7 +135,7 @@ class Blocks:
                 self._by_key[key], self._keys[number] = number, key
 
     def release(self, table: BlockTable) -> None:
-        """The sequence has ended, or is preempted. The end of it is the first to go."""
+        """The sequence has ended or is preempted. Its last blocks are evicted first."""
         for number in reversed(table.blocks):
             self._used[number] -= 1
             if self._used[number]:
@@ -172,7 +172,7 @@ class Blocks:
         del self._by_key[self._keys.pop(number)]
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Assert that the books agree with each other and with all tables."""
+        """Asserts that the tables here agree with each other and with all sequences' tables."""
         used: dict[int, int] = {}
         for table in tables:
             for number in table.blocks:

@@ -1,7 +1,8 @@
-"""By when first tokens of a runtime's sequences are wanted: pure. Wishes are of leases, as the controller tells them.
+"""Deadlines of the first tokens of a runtime's sequences: pure. The controller sends the wanted times, by lease.
 
-How long a sequence has waited before its runtime heard of it, its instance says, and nobody here can know. It is
-believed as far as its function's own wish: that moves a deadline no further than a shorter wish would.
+The time that a sequence waited before its runtime received it is reported by its instance, and cannot be checked here.
+It counts up to the function's own wanted time: so a false report moves a deadline no further than a shorter wanted time
+would.
 """
 
 from dormouse.core.decisions.batches.batch import Sequence
@@ -22,12 +23,12 @@ class Deadlines:
         self._rules.pop(lease, None)
 
     def before_s(self, sequence: Sequence) -> float:
-        """How long it had waited when it was heard of."""
+        """Time that the sequence had waited when it was received."""
         rule = self._rules.get(sequence.owner)
         return 0.0 if rule is None else min(max(0.0, sequence.waited_s), rule.ttft_us / 1e6)
 
     def latest_s(self, sequence: Sequence, times: StepTimes | None) -> float:
-        """When it has to begin at latest. ``times``: what steps take here, as far as is known."""
+        """Latest time at which it has to begin. ``times``: durations of steps here, as far as they are known."""
         rule = self._rules.get(sequence.owner)
         if rule is None or rule.in_turn:
             return IN_TURN

@@ -1,7 +1,7 @@
-"""Sequences that wait for others of their lease, that is of their function, where a node has a rule for that
-(core/batching.py): which they are, and until when. Pure: it is told the time.
+"""Sequences that wait for others of their lease, that is, of their function, where a node has a rule for that
+(core/batching.py): the set of them, and until when they wait. Pure: the time is an argument.
 
-Those that have begun once wait no more, whatever becomes of them.
+A sequence that has begun once never waits here again.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from dormouse.schemas.messages import StepTimes
 
 
 class Gathering:
-    """``times``, which each question has, are of this runtime's steps as far as they are known."""
+    """``times``, an argument of each query, are the durations of this runtime's steps as far as they are known."""
 
     def __init__(self, rule: BatchRule | None) -> None:
         self._rule = rule
@@ -27,13 +27,13 @@ class Gathering:
         return bool(self._leases)
 
     def wanted(self, lease: int, ttft_s: float) -> None:
-        """Its first tokens. Until that is known, its sequences wait for it."""
+        """Sets the wanted time of a lease's first tokens. Until it is known, its sequences wait for it."""
         self._ttfts_s[lease] = ttft_s
         if (batch := self._batches.get(lease)) is not None:
             batch.ttft_s = ttft_s
 
     def add(self, number: int, lease: int, tokens: int, now_s: float) -> bool:
-        """Whether this sequence waits."""
+        """Adds a sequence; returns whether it waits."""
         if self._rule is None:
             return False
         batch = self._batches.get(lease)
@@ -44,22 +44,22 @@ class Gathering:
         return True
 
     def discard(self, number: int) -> None:
-        """It is over."""
+        """The sequence is over."""
         if (lease := self._leases.pop(number, None)) is not None:
             self._batches[lease].discard(number)
 
     def dismiss(self, lease: int) -> None:
-        """It is over, and so are its sequences."""
+        """The lease is over, and so are its sequences."""
         self._ttfts_s.pop(lease, None)
         self._batches.pop(lease, None)
 
     def due_s(self, times: StepTimes | None) -> float:
-        """When the next batch begins."""
+        """Time at which the next batch begins."""
         prompts_s = _prompts_s(times)
         return min((batch.due_s(prompts_s) for batch in self._batches.values()), default=float("inf"))
 
     def take(self, now_s: float, times: StepTimes | None) -> list[int]:
-        """Sequences that wait no more."""
+        """Removes and returns the sequences whose wait is over."""
         found: list[int] = []
         for batch in self._batches.values():
             numbers, why = batch.take(now_s, _prompts_s(times))

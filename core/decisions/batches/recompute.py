@@ -1,7 +1,7 @@
-"""What the KV of finished prompts is worth to a runtime: the time to compute it again, if it is asked for again. Pure.
+"""Worth of the KV of finished prompts to a runtime: the time to recompute it, if its prompt is asked for again. Pure.
 
-Both are learned: the time of a prompt's token from steps that have mostly such, and how likely a token is asked for
-again from the share of all prompts' tokens that were there already.
+Both factors are learned: the time per prompt token from steps that consist mostly of such tokens, and the probability
+of reuse from the share of all prompts' tokens whose KV was there already.
 """
 
 from typing import Final
@@ -24,14 +24,14 @@ class RecomputeCost:
         self._reused, self._asked = PRIOR
 
     def stepped(self, busy_us: int, prompt_tokens: int, others: int) -> None:
-        """A step has computed so many tokens of prompts, and one each of ``others``."""
+        """A step has computed ``prompt_tokens`` tokens of prompts, and one token of each of ``others`` sequences."""
         if prompt_tokens <= others:
             return
         token_us = busy_us / (prompt_tokens + others)
         self._token_us += (token_us - self._token_us) * (SMOOTHING if self._token_us else 1.0)
 
     def began(self, prompt_tokens: int, reused: int) -> None:
-        """A sequence has, and so many of its prompt's tokens were there."""
+        """A sequence has begun; ``reused`` of its prompt's tokens had their KV already."""
         self._asked += prompt_tokens
         self._reused += reused
         if self._asked > FORGET:

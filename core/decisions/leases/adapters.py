@@ -1,10 +1,10 @@
 """Adapters that do not all fit beside their backbone: which of a runtime's leases make room. Pure, on `MachineState`.
 
-A lease whose function has an adapter has that in its seat, beside what others of its runtime have too. When room is
-needed, the lease of one ends that has no sequence any more; else one leaves its seat that has no turn, that which has
-had it for longest. Its runtime goes on with the others; its sequences wait, and what they have of KV stays as long as
-nobody needs that. It asks for a turn again, and with that for its seat. So more adapters than fit are computed, in
-turn, and none waits for another's last token.
+A lease whose function has an adapter holds it in its seat, beside the segments shared with other leases of its runtime.
+When room is needed, a lease without sequences ends; if there is none, a lease without a turn leaves its seat, the one
+that has been seated longest. Its runtime goes on with the others; its sequences wait, and keep their KV until that room
+is needed. The lease asks for a turn again, and with it for its seat. So more adapters than fit are computed, in turn,
+and none waits for another's last token.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from dormouse.schemas import messages as m
 
 
 def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int]) -> None:
-    """By their runtime: for which of them it has sequences."""
+    """Its runtime has reported for which of its leases it has sequences."""
     for lease in members:
         if lease.serial in busy:
             lease.rests_s = None
@@ -26,7 +26,7 @@ def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int])
 
 
 def end_one(state: MachineState) -> bool:
-    """Have the lease end that has rested for longest; False if none does."""
+    """Ends the lease that has rested longest; returns False if none rests."""
     resting = [(lease.rests_s, lease.serial, lease) for lease in _paused(state) if lease.rests_s is not None]
     if not resting:
         return False
@@ -35,8 +35,8 @@ def end_one(state: MachineState) -> bool:
 
 
 def make_leave(state: MachineState) -> bool:
-    """Have one leave its seat, if its runtime computes for others, too; False if there is none. One that has granules
-    of its own is first; of those that share theirs, the last one frees them.
+    """Has one lease leave its seat, if its runtime computes for others, too; returns False if there is none. A lease
+    with granules of its own comes first; among leases that share granules, the last to leave frees them.
     """
     found: list[tuple[bool, float, int, HeldLease, list[int]]] = []
     for lease in _paused(state):
@@ -53,7 +53,7 @@ def make_leave(state: MachineState) -> bool:
 
 
 def left(state: MachineState, lease: HeldLease) -> None:
-    """Its runtime has unmapped what it alone had there."""
+    """Its runtime has unmapped the segments that only this lease had."""
     if not lease.parts or lease.vacated:
         return
     lease.parts = False
@@ -65,8 +65,8 @@ def left(state: MachineState, lease: HeldLease) -> None:
 
 
 def lost(state: MachineState, lease: HeldLease, segments: Iterable[int]) -> bool:
-    """Bytes that this lease has alone will not come: it ends, and its instance asks anew. Others of its runtime go on.
-    False if there is no such lease.
+    """Bytes that only this lease needs will not come: it ends, and its instance asks again. Other leases of its runtime
+    go on. Returns False if there is no such lease.
     """
     if not lease.runtime or lease.state not in SEATED:
         return False
@@ -80,7 +80,7 @@ def lost(state: MachineState, lease: HeldLease, segments: Iterable[int]) -> bool
 
 
 def want(state: MachineState) -> None:
-    """Those without a seat that have sequences ask for a turn, though their runtime may have one."""
+    """Leases without a seat that have sequences ask for a turn, even while their runtime has one."""
     for lease in state.leases.values():
         books = state.runtimes.get(lease.runtime)
         if books is None or books.rests or lease.state is not LeaseState.AWAY or lease.rests_s is not None:

@@ -1,7 +1,7 @@
-"""What the machine of leases orders and answers: frozen values, no behaviour, no torch.
+"""Effects of the lease machine, orders and messages: frozen values, no behaviour, no torch.
 
-Orders to the compute thread are carried out there in the order in which they were given. Messages to the controller and
-to the store are effects as they go.
+The compute thread carries out its orders in the order in which they were given. Messages to the controller and to the
+store are effects unchanged.
 """
 
 from typing import Any
@@ -15,7 +15,9 @@ from dormouse.schemas import messages as m
 
 
 class Arrange(Struct, frozen=True, gc=False):
-    """Make the device as the pool's books say, for this lease if for one. Activations may have ``limit_nbytes``."""
+    """Bring the device to the state of the pool's books, for this lease if for one. Activations may use
+    ``limit_nbytes``.
+    """
 
     plans: list[PoolChange]
     limit_nbytes: int
@@ -29,8 +31,9 @@ class Adopt(Struct, frozen=True, gc=False):
 
 
 class Begin(Struct, frozen=True, gc=False):
-    """A lease's first frame follows, or its copies. ``places``: ``(offset, nbytes)`` by segment; None if all is where
-    it was. ``missing``: what is to be copied, ``(segment, offset, nbytes)``. ``refused``: why the model is not here.
+    """A lease's first frame follows, or its copies. ``places``: ``(offset, nbytes)`` by segment; None if no segment has
+    moved. ``missing``: the copies to make, ``(segment, offset, nbytes)``. ``refused``: the reason why the model is not
+    here.
     """
 
     serial: int
@@ -43,8 +46,8 @@ class Begin(Struct, frozen=True, gc=False):
 
 
 class Listen(Struct, frozen=True, gc=False):
-    """Begin with this lease when its instance has sent its first frame: the compute thread hears it itself, and those
-    that follow, until there is something else to do. It sleeps until then, or until this time on the monotonic clock,
+    """Begin with this lease when its instance has sent its first frame: the compute thread receives that frame itself,
+    and those that follow, until it has another order. It sleeps until then, or until this time on the monotonic clock,
     in seconds. Answered with `Executed`, or `NotLent`.
     """
 
@@ -53,8 +56,8 @@ class Listen(Struct, frozen=True, gc=False):
 
 
 class Execute(Struct, frozen=True, gc=False):
-    """A frame. ``alone``: the lease has no other on its way, nor has anybody else a turn: the compute thread may hear
-    those that follow it from its instance itself, until there is something else to do.
+    """A frame. ``alone``: this lease has no other frame on its way, and no other lease has a turn: the compute thread
+    may receive the following frames from the instance itself, until it has another order.
     """
 
     serial: int
@@ -64,7 +67,7 @@ class Execute(Struct, frozen=True, gc=False):
 
 
 class CopyOut(Struct, frozen=True, gc=False):
-    """Write storages to these places; with ``spill``, they go."""
+    """Write storages to these places; with ``spill``, their device memory is released."""
 
     serial: int
     storages: list[int]
@@ -87,9 +90,9 @@ class Return(Struct, frozen=True, gc=False):
 
 
 class Close(Struct, frozen=True, gc=False):
-    """The lease is over. ``version``: what it wrote has become that one, and ``brought`` are storages that are copied
-    into the pool, ``(storage, segment, offset, nbytes)``; None: nothing of what it did is kept. ``refused`` is why the
-    store did not take what it wrote.
+    """The lease is over. ``version``: the version that its writes have become, and ``brought`` are storages that are
+    copied into the pool, ``(storage, segment, offset, nbytes)``; None: nothing that it did is kept. ``refused`` is the
+    reason why the store did not accept its writes.
     """
 
     serial: int
@@ -100,27 +103,27 @@ class Close(Struct, frozen=True, gc=False):
 
 
 class Recall(Struct, frozen=True, gc=False):
-    """The lease is to lose its turn: hear no more frames of it."""
+    """The lease is to lose its turn: receive no more frames of it."""
 
     serial: int
 
 
 class Detach(Struct, frozen=True, gc=False):
-    """The instance is gone, and all that is its own."""
+    """The instance is gone, with everything that is its own."""
 
     instance: str
 
 
 class Mark(Struct, frozen=True, gc=False):
-    """Answered with `Marked` of events.py, when all orders before it are carried out."""
+    """Answered with `Marked` of events.py, once all earlier orders are carried out."""
 
     serial: int
     extents: list[int]
 
 
 class Bring(Struct, frozen=True, gc=False):
-    """Copy what is missing of a model, as for Begin, but for no lease: nobody waits for it. Answered with `Brought` of
-    events.py.
+    """Copy the missing part of a model, as for Begin, but for no lease: no request waits for it. Answered with
+    `Brought` of events.py.
     """
 
     serial: int
@@ -134,7 +137,9 @@ Order = Bring | Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Clo
 
 
 class Skip(Struct, frozen=True, gc=False):
-    """Frames of this lease that the compute thread has not begun are not to be; what it waits for will not come."""
+    """Do not begin the frames of this lease that the compute thread has yet to begin; its missing segments will not
+    come.
+    """
 
     serial: int
 
@@ -146,7 +151,7 @@ class StopBringing(Struct, frozen=True, gc=False):
 
 
 class OpenRuntime(Struct, frozen=True, gc=False):
-    """Have the runtime of this name there for this instance, before it has a lease."""
+    """Start the runtime of this name for this instance, before it has a lease."""
 
     instance: str
     runtime: str
@@ -160,7 +165,7 @@ class Reply(Struct, frozen=True, gc=False):
 
 
 class Expel(Struct, frozen=True, gc=False):
-    """The instance broke the protocol: close its endpoint, tell the controller."""
+    """The instance broke the protocol: close its endpoint, report it to the controller."""
 
     instance: str
     text: str

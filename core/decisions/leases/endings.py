@@ -1,4 +1,4 @@
-"""How leases end: by their END and its write-back, or in the middle. Pure, on `MachineState`."""
+"""Ends of leases: by END and write-back, or in the middle. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 
@@ -20,14 +20,14 @@ NO_COUNTS = e.Counts()
 
 
 def end_of(state: MachineState, name: str, outcome: str) -> None:
-    """Whatever lease the instance has."""
+    """Ends the instance's current lease, if it has one."""
     instance = state.instances.get(name)
     if instance is not None and instance.lease is not None:
         cut(state, instance.lease, outcome)
 
 
 def cut(state: MachineState, lease: HeldLease, outcome: str) -> None:
-    """In the middle. What has been committed is: the manifest, which is on its way, ends it."""
+    """Ends it in the middle. Committed writes count: the manifest that is on its way ends the lease."""
     committed = lease.writing is not None and lease.writing.committed
     gone = lease.instance not in state.manifests or lease.instance not in state.instances
     if lease.state is not LeaseState.CLOSING and (gone or not committed or outcome != "revoked"):
@@ -35,7 +35,7 @@ def cut(state: MachineState, lease: HeldLease, outcome: str) -> None:
 
 
 def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
-    """It keeps nothing of what it did."""
+    """Closes it; nothing that it did is kept."""
     before = lease.state
     state.to(lease, LeaseState.CLOSING)
     lease.outcome = outcome
@@ -46,15 +46,15 @@ def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
 
 
 def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
-    """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, what
-    they have stays mapped: only its adapter is unmapped, and the turn may have to be given back.
+    """Its runtime lets go of it; the lease goes on to its end when the seat is left. If other leases have seats there,
+    their segments stay mapped: only its adapter is unmapped, and the turn may have to be given back.
     """
     own = [] if lease.vacated or before is LeaseState.LEAVING else own_granules(state, lease)
     state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own))
     if lease.vacated:
         shut(state, lease)
     elif before is LeaseState.LEAVING:
-        pass  # it was told so
+        pass  # it has been sent that order
     elif not any(other.state in SEATED and not other.refused for other in state.members(lease.runtime)):
         state.tell(lease, m.SeatEnds())
     else:
@@ -66,7 +66,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
 
 
 def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
-    """Where memory lies that is mapped for this lease of its runtime, and for no other one that stays."""
+    """Granules that are mapped for this lease of its runtime, and for no other lease that stays."""
 
     def of(instance: str) -> set[int]:
         known = state.instances.get(instance)
@@ -82,18 +82,18 @@ def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
 
 
 def vacate(state: MachineState, lease: HeldLease) -> None:
-    """Nothing is mapped for it any more. If the compute thread waits for its seat, it cannot let go of it: it has to
-    do without.
+    """Nothing is mapped for it any more. If the compute thread waits for its seat, it cannot let go of the lease: it
+    goes on without that seat.
     """
     lease.vacated = True
-    state.drop(lease.lost)  # what has not come, and was mapped until now
+    state.drop(lease.lost)  # segments that have not come, and were mapped until now
     shut(state, lease)
     if state.relieving is not None:
         state.room()
 
 
 def shut(state: MachineState, lease: HeldLease) -> None:
-    """Have the compute thread let go of it."""
+    """Has the compute thread let go of it."""
     if lease.begun:
         cancel = lease.outcome != "ended" or bool(lease.runtime)
         if cancel:
@@ -122,7 +122,9 @@ def ended(state: MachineState, lease: HeldLease, ended: e.Ended, use: e.Use) -> 
 
 
 def ask_places(state: MachineState, lease: HeldLease, storages: list[tuple[int, int]], ended: e.Ended | None) -> None:
-    """Where these may be written to: back, after its END; without one, out, so that the lease can leave."""
+    """Asks for places for these storages: for write-back, after its END; without an END, for spilling, so that the
+    lease can leave its seat.
+    """
     lease.writing = Writing(next(state.tickets), ended, [storage for storage, _ in storages])
     state.emit(m.AskPlace(ticket=lease.writing.ticket, instance=lease.instance, storages=storages))
 
@@ -135,7 +137,7 @@ def closed(state: MachineState, event: e.Closed) -> None:
     if event.replies:
         state.emit(o.Reply(lease.instance, b"".join(event.replies)))
     brought(state, lease, event.left)
-    state.moved_away(lease.instance)  # what it wrote, or freed, is where the compute thread has it no more
+    state.moved_away(lease.instance)  # the compute thread no longer has its written or freed storages
     for segment in event.kept:
         state.residency.arrived(segment)
     state.drop(segment for segment in lease.brought if segment not in event.kept)
@@ -156,7 +158,7 @@ def placed(state: MachineState, placed: m.Placed) -> None:
 
 
 def place_refused(state: MachineState, refused: m.PlaceRefused) -> None:
-    """No room on the host, or over quota: what the lease wrote is gone."""
+    """The host has no room, or the tenant is over quota: the lease's writes are lost."""
     lease, writing = of_ticket(state, refused.ticket)
     if lease is None or writing is None:
         return
@@ -176,8 +178,8 @@ def of_ticket(state: MachineState, ticket: int) -> tuple[HeldLease | None, Writi
 
 
 def written_back(state: MachineState, lease: HeldLease, writing: Writing) -> None:
-    """The new manifest is there: what was written in place is resident under its new segment, the rest moves into
-    the pool, if there is room beside what is in use; else the next wake brings it from the host.
+    """The new manifest has come: segments written in place are resident under their new numbers. Other storages move
+    into the pool, if there is room beside segments in use; else the next wake brings them from the host.
     """
     ended = writing.ended
     assert ended is not None
@@ -202,7 +204,9 @@ def written_back(state: MachineState, lease: HeldLease, writing: Writing) -> Non
 
 
 def brought(state: MachineState, lease: HeldLease, left: e.WakeRemains) -> None:
-    """Its wake is over: what has arrived is here, the rest is not, unless it was given up and came for another."""
+    """Its wake is over: copied segments are here. The others are not, unless they were given up and came for another
+    lease.
+    """
     if not lease.copies:
         return
     lease.copies = False
@@ -222,7 +226,7 @@ def finish(
     counts: e.Counts = NO_COUNTS,
     use: e.Use | None = None,
 ) -> None:
-    """The lease is over: its Done, and what waited for that."""
+    """The lease is over: sends its Done, and lets waiting leases go on."""
     instance = state.instances.get(lease.instance)
     if instance is not None and lease.outcome == "ended":
         tell_first_use(state, instance.manifest, used)
@@ -276,7 +280,7 @@ def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, counts: e.
 
 
 def tell_first_use(state: MachineState, manifest: m.Manifest, used: Iterable[int]) -> None:
-    """Let the store know the order in which segments were needed, so that the next wake copies them in it."""
+    """Sends the store the order in which segments were first used, so that the next wake copies them in it."""
     known = [segment for segment, _ in manifest.segments]
     there = set(known)
     order = [segment for segment in used if segment in there]
@@ -285,7 +289,7 @@ def tell_first_use(state: MachineState, manifest: m.Manifest, used: Iterable[int
 
 
 def give_up(state: MachineState, lease: HeldLease) -> None:
-    """It cannot have a seat, nor keep what it has made."""
+    """It can neither have a seat nor keep what it has made."""
     if not lease.runtime:
         state.emit(o.Reply(lease.instance, gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)))
     close(state, lease, "revoked")

@@ -1,6 +1,6 @@
-"""What the machine of leases is told: frozen values, no behaviour, no torch.
+"""Events of the lease machine: frozen values, no behaviour, no torch.
 
-Messages of the controller and of the store are events as they come.
+Messages of the controller and of the store are events unchanged.
 """
 
 from msgspec import Struct, field
@@ -33,7 +33,7 @@ class Heard(Struct, frozen=True, gc=False):
 
 
 class Expelled(Struct, frozen=True, gc=False):
-    """Nothing more is to be heard of this instance."""
+    """Nothing more is to be received from this instance."""
 
     instance: str
     text: str
@@ -47,14 +47,14 @@ class WakeRates(Struct, frozen=True, gc=False):
 
 
 class WakeAsked(Struct, frozen=True, gc=False):
-    """The controller's Wake, and what copies take now."""
+    """The controller's Wake, and the present rates of copies."""
 
     wake: m.Wake
     rates: WakeRates
 
 
 class PreloadAsked(Struct, frozen=True, gc=False):
-    """The controller's Preload, and what copies take now."""
+    """The controller's Preload, and the present rates of copies."""
 
     preload: m.Preload
     rates: WakeRates
@@ -75,7 +75,7 @@ class Use(Struct, frozen=True, gc=False):
 
 
 class WakeRemains(Struct, frozen=True, gc=False):
-    """What a wake has brought by its end, by segment, and what it has not."""
+    """Segments that a wake has brought by its end, and those that it has not."""
 
     there: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Counts(Struct, frozen=True, gc=False):
 
 class Ended(Struct, frozen=True, gc=False):
     """A lease's END has been executed. ``storages`` are to be written back, those that lie in ``claimed`` segments
-    where they are; ``freed`` are to be forgotten; ``dropped`` are claimed segments that nobody keeps. If there is
+    where they are; ``freed`` are to be forgotten; ``dropped`` are claimed segments that are not kept. If there is
     nothing to write and nothing to free, the lease is over.
     """
 
@@ -113,8 +113,8 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class Executed(Struct, frozen=True, gc=False):
-    """Frames of a lease, in ``busy_s`` seconds; the last was ``idle_s`` ago. So many of them the compute thread has
-    ``heard`` itself.
+    """Frames of a lease were executed, in ``busy_s`` seconds; the last was ``idle_s`` ago. The compute thread has
+    received ``heard`` of them itself.
     """
 
     serial: int
@@ -128,13 +128,13 @@ class Executed(Struct, frozen=True, gc=False):
 
 
 class NotLent(Struct, frozen=True, gc=False):
-    """The compute thread cannot hear the instance of this lease itself, and does not know of the lease."""
+    """The compute thread cannot receive frames of this lease's instance itself, and does not know the lease."""
 
     serial: int
 
 
 class Escaped(Struct, frozen=True, gc=False):
-    """A frame of an instance was refused, or has raised an error: ``story`` says where, for the log."""
+    """A frame of an instance was refused, or has raised an error: ``story`` locates it, for the log."""
 
     instance: str
     text: str
@@ -150,8 +150,8 @@ class Unmapped(Struct, frozen=True, gc=False):
 
 
 class CopiedOut(Struct, frozen=True, gc=False):
-    """What the lease wrote is where the store wants it. ``spilled``: it was to make room here, and is not here now, nor
-    are the claimed segments ``dropped``.
+    """The lease's storages are copied to their places in the store. ``spilled``: they were copied to make room here,
+    and neither they nor the ``dropped`` claimed segments are here now.
     """
 
     serial: int
@@ -161,7 +161,7 @@ class CopiedOut(Struct, frozen=True, gc=False):
 
 
 class Owned(Struct, frozen=True, gc=False):
-    """What a lease that is to leave has made or changed: ``(storage, nbytes)``. Its wake is over."""
+    """Storages that a leaving lease has made or changed: ``(storage, nbytes)``. Its wake is over."""
 
     serial: int
     storages: list[tuple[int, int]]
@@ -169,7 +169,7 @@ class Owned(Struct, frozen=True, gc=False):
 
 
 class SeatReturned(Struct, frozen=True, gc=False):
-    """The storages of a lease are back from host memory; or ``refused`` says why not."""
+    """The storages of a lease are back from host memory; or ``refused`` is the reason why not."""
 
     serial: int
     use: Use
@@ -177,7 +177,7 @@ class SeatReturned(Struct, frozen=True, gc=False):
 
 
 class Closed(Struct, frozen=True, gc=False):
-    """The compute thread has let go of a lease. ``dropped`` are claimed segments that nobody keeps, ``kept`` segments
+    """The compute thread has let go of a lease. ``dropped`` are claimed segments that are not kept, ``kept`` segments
     whose bytes have been moved into the pool.
     """
 
@@ -192,7 +192,7 @@ class Closed(Struct, frozen=True, gc=False):
 
 
 class Begun(Struct, frozen=True, gc=False):
-    """The compute thread has begun with this lease: from now on it can leave its seat, though it has given no frame."""
+    """The compute thread has begun with this lease: from now on it can leave its seat, even without a frame."""
 
     serial: int
 
@@ -206,7 +206,7 @@ class Came(Struct, frozen=True, gc=False):
 
 
 class MayWrite(Struct, frozen=True, gc=False):
-    """The compute thread asks, and waits for the answer: may this segment be written where it is? Answered with its new
+    """The compute thread asks, and waits for the answer: may this segment be written in place? Answered with its new
     number, or None.
     """
 
@@ -215,8 +215,8 @@ class MayWrite(Struct, frozen=True, gc=False):
 
 
 class Relieve(Struct, frozen=True, gc=False):
-    """An operation was refused memory, and the compute thread waits: is there room now? Answered with None, or why not;
-    "" if there is nothing to be said.
+    """An operation was refused memory, and the compute thread waits: is there room now? Answered with None, or the
+    reason why not; "" if there is no more to report.
     """
 
     serial: int
@@ -225,7 +225,7 @@ class Relieve(Struct, frozen=True, gc=False):
 
 
 class Forgotten(Struct, frozen=True, gc=False):
-    """Segments that were kept only for another GPU, which reads them no more."""
+    """Segments that were kept only for another GPU, which no longer reads them."""
 
     segments: list[int]
 
@@ -238,14 +238,14 @@ class Tick(Struct, frozen=True, gc=False):
 
 
 class Marked(Struct, frozen=True, gc=False):
-    """The compute thread has come to this Mark: the device is as the books say."""
+    """The compute thread has reached this Mark: the device is in the state of the books."""
 
     serial: int
     extents: list[int]
 
 
 class SaidByRuntime(Struct, frozen=True, gc=False):
-    """What the runtime of this lease says, about it or others of its leases."""
+    """A report of this lease's runtime, about it or others of its leases."""
 
     serial: int
     message: (
@@ -262,14 +262,14 @@ class SaidByRuntime(Struct, frozen=True, gc=False):
 
 
 class SeatUnwanted(Struct, frozen=True, gc=False):
-    """Its instance needs this lease no more; or its runtime cannot have it (``outcome`` "revoked")."""
+    """Its instance no longer needs this lease; or its runtime cannot have it (``outcome`` "revoked")."""
 
     serial: int
     outcome: str = "ended"
 
 
 class RuntimeGone(Struct, frozen=True, gc=False):
-    """The process is: nothing is mapped there, and nothing more will be said."""
+    """The process is gone: nothing is mapped there, and it sends nothing more."""
 
     runtime: str
 

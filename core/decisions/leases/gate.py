@@ -63,7 +63,7 @@ def read_header(data: bytes) -> FrameHeader:
 
 
 def follows(data: bytes, header: FrameHeader, count: int) -> bool:
-    """Whether this is the frame that so many come before after one with this header, under the same lease."""
+    """Whether this frame is the one after ``count`` more frames behind ``header``, under the same lease."""
     try:
         return read_header(data) == FrameHeader(header.serial, header.secret, header.number + count)
     except Malformed:
@@ -183,7 +183,7 @@ class FrameGate:
         return [Deliver(lease.instance, serial, data) for data in kept]
 
     def end(self, serial: int) -> list[Refuse]:
-        """The lease is over; its instance is told if it still has frames on the way that nobody will answer."""
+        """The lease is over; its instance is notified if it still has frames on the way that will have no reply."""
         lease = self._leases.pop(serial, None)
         if lease is not None and lease.unacknowledged and lease.instance in self._senders:
             return [Refuse(lease.instance, serial, "the lease is over")]
@@ -201,7 +201,7 @@ class FrameGate:
         return self._admit(instance, sender, header, data)
 
     def passed(self, serial: int, frames: int) -> None:
-        """The compute thread has heard so many frames of the lease itself, each the next one."""
+        """The compute thread has received so many frames of the lease itself, each the next one."""
         if (lease := self._leases.get(serial)) is not None:
             lease.number += frames
             lease.unacknowledged += frames
@@ -212,7 +212,7 @@ class FrameGate:
             lease.unacknowledged -= frames
 
     def expel(self, instance: str, text: str) -> list[Action]:
-        """Hear nothing more from this instance; reported once."""
+        """Receive nothing more from this instance; reported once."""
         sender = self._senders.get(instance)
         if sender is None or sender.expelled:
             return []

@@ -1,4 +1,4 @@
-"""KV of runtimes as it grows: who makes room for it, and what is answered. Pure, on `MachineState`."""
+"""Growth of runtimes' KV: decides which leases make room for it, and what the runtime gets. Pure, on `MachineState`."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ from dormouse.core.decisions.leases.state import MachineState
 from dormouse.schemas import messages as m
 
 MAX_EXTENTS: Final = 256
-"""Wanted at once; a runtime is not trusted with more."""
+"""Most extents wanted at once: a runtime is not trusted with more."""
 
 
 def seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
@@ -19,8 +19,8 @@ def seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
 
 
 def grow(state: MachineState, books: RuntimeBooks, wanted: m.KvWanted) -> None:
-    """What is needed takes what others have. What is wished takes what is free, or idle, if no adapter is away: it
-    would have to come again. In another's turn it has what is free or idle, and waits for nobody.
+    """Needed extents take memory from others. Wished extents take free memory, or idle memory if no adapter is away:
+    that would have to come again. In another lease's turn, a runtime gets free or idle memory, and waits for nothing.
     """
     lease, count, nbytes = seated(state, books), wanted.extents, wanted.nbytes
     if lease is None:
@@ -78,7 +78,7 @@ def _grown(
 
 
 def room(state: MachineState) -> None:
-    """A seat was left: those that wait for KV may have it."""
+    """A seat was left: runtimes that wait for KV may have its memory."""
     for books in [books for books in state.runtimes.values() if books.kv_wanted is not None]:
         assert books.kv_wanted is not None
         wanted, books.kv_wanted = books.kv_wanted, None

@@ -1,4 +1,4 @@
-"""What there is of each lease on one GPU, of the instances and the runtimes that have them: plain data."""
+"""State of each lease on one GPU, of the instances and the runtimes that have leases: plain data."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +15,7 @@ class LeaseState(Enum):
     PAUSED = "paused"  # a seat, no turn
     LEAVING = "leaving"  # its memory is copied to the host: others need the room
     AWAY = "away"  # no seat
-    ENDING = "ending"  # what it has made is written back
+    ENDING = "ending"  # its results are written back
     CLOSING = "closing"  # the compute thread lets go of it
 
 
@@ -36,7 +36,7 @@ SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
 NO_IDLE_KV: Final = m.IdleKv(nbytes=0, recompute_us=0)
 
 GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
-"""Whose seat can be had in a moment."""
+"""States of leases whose seat is about to be released."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Writing:
     ended: e.Ended | None  # None: it has left
     storages: list[int]  # in the order of AskPlace
     places: list[m.Place] | None = None
-    committed: bool = False  # Written was said: nothing but the new manifest ends it
+    committed: bool = False  # Written was sent: nothing but the new manifest ends it
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class HeldLease:
     begun: bool = False  # the compute thread knows of it
     frames: int = 0  # given to the compute thread, not executed; one that is yet to come, too (`Listen`)
     used: bool = False  # there was a frame
-    said_unused: bool = False  # there was none, says its instance
+    said_unused: bool = False  # there was none, as reported by its instance
     reached: bool = False  # the compute thread has begun with it
     refused: str = ""  # why its model is not here
     copies: bool = False  # a wake brings something
@@ -77,13 +77,13 @@ class HeldLease:
     link_nbytes_s: float = 1.0  # at which weights come back
     beside_nbytes: int = 0  # activations of others when it began
     since_s: float = 0.0  # when it last had something to do, or got its turn
-    idle: bool = False  # the controller was told so
-    wants: bool = False  # the controller was told that it wants a turn
+    idle: bool = False  # the controller was notified
+    wants: bool = False  # the controller was sent its wish for a turn
     runtime: str = ""  # the one that computes for it, in steps (runtimes.py); "": the compute thread does
     vacated: bool = False  # of those: nothing of the pool is mapped there for it
     seated_s: float = 0.0  # since when it has its seat
-    parts: bool = False  # its runtime goes on without it, and lets go of what nobody else there has
-    rests_s: float | None = None  # since when its runtime has no sequence of it, as far as that has said
+    parts: bool = False  # its runtime goes on without it, and lets go of segments that no other lease there has
+    rests_s: float | None = None  # since when its runtime has no sequence of it, as far as reported
 
     @property
     def serial(self) -> int:
@@ -95,21 +95,21 @@ class HeldLease:
 
 
 def kv_owner(runtime: str) -> str:
-    """Whose memory a runtime's KV is."""
+    """Owner of a runtime's KV memory."""
     return f"kv of {runtime}"
 
 
 @dataclass(slots=True)
 class RuntimeBooks:
-    """A runtime that has leases. Its KV is one memory, whichever of them it is for."""
+    """A runtime that has leases. Its KV is one memory, shared by all of them."""
 
     name: str
     wanting: bool = False  # it has something to compute, and no turn
-    due: m.StepsDue | None = None  # what that is
-    rests: bool = False  # it has no sequence, as far as it has said
+    due: m.StepsDue | None = None  # its work
+    rests: bool = False  # it has no sequence, as far as reported
     running: int = 0  # sequences that it had then
     kv_wanted: m.KvWanted | None = None  # for which others make room
-    kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back
+    kv_idle: m.IdleKv = NO_IDLE_KV  # KV that it could give back
     kv_asked: bool = False  # and was asked to; it has not answered
     last_nbytes: int = 0  # of KV, that it has got last
     grown_nbytes: float = 0.0  # lately, by offload.py
@@ -121,7 +121,7 @@ class RuntimeBooks:
 
     @property
     def kv_owner(self) -> str:
-        """Whose memory KV is. No other ever gets it without its being cleared."""
+        """Owner of the KV memory. It is cleared before any other owner gets it."""
         return kv_owner(self.name)
 
 

@@ -1,11 +1,11 @@
-"""Decides what becomes of the leases on one GPU: pure, no torch, no lock, no clock. The executor's thread alone has it.
+"""Decides the state of each lease on one GPU: pure, no torch, no lock, no clock. Used by the executor's thread alone.
 
-A lease begins with a *seat*, the right to space: its model stays, and what it makes. And with a *turn*, the right to
-compute; there are one or two of them. `NEXT` (state.py) has its states and which may follow which; docs/design/lease.md
-draws them with what leads from one to the next.
+A lease begins with a *seat*, the right to space for its model and for its results, and with a *turn*, the right to
+compute; there are one or two turns. `NEXT` (state.py) has the states and their transitions; docs/design/lease.md draws
+them with their causes.
 
-Each lease has one Done, but those without a trace that Over ends. The controller's word on turns is law at the next
-boundary of frames; what an instance sends without a turn waits at the gate.
+Each lease has one Done, except those that Over ends without a trace. The controller's decisions on turns take effect at
+the next boundary of frames; frames that an instance sends without a turn wait at the gate.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ class Machine:
     """The leases of one GPU. ``handle`` is the way in, its effects the way out.
 
     Args:
-        share: whether activations take their memory from what models leave.
+        share: whether activations take their memory from the rest that models leave.
         turns: how many may compute side by side.
-        turn_s: time without a command after which the controller is told.
-        seat_idle_s: time without a sequence after which a runtime's seat ends, though nobody needs the room.
+        turn_s: time without a command after which the controller is notified.
+        seat_idle_s: time without a sequence after which a runtime's seat ends, though the room is not needed.
         offload: when others make room for KV, as in schemas/policy.py.
         quotas: bytes that tenants may keep here before all others.
     """
@@ -59,18 +59,18 @@ class Machine:
         return self._state.leases
 
     def stats(self) -> m.PoolStats:
-        """What the memory is used for."""
+        """Memory of the pool by use."""
         return self._state.stats()
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a Tick is due."""
+        """Time at which a Tick is due."""
         state = self._state
         due = turns.next_deadline_s(state), reclaim.next_deadline_s(state), state.meter.due_s
         return min((due_s for due_s in due if due_s is not None), default=None)
 
     def handle(self, event: e.Event, now_s: float) -> list[o.Effect]:
-        """Everything that is to be done because of ``event``, in order."""
+        """Returns everything that is to be done because of ``event``, in order."""
         state = self._state
         state.now_s = now_s
         state.meter.at(now_s)
@@ -177,7 +177,7 @@ class Machine:
         return out
 
     def check(self) -> None:
-        """Assert what holds between any two events."""
+        """Asserts the invariants between any two events."""
         state = self._state
         state.residency.check()
         computing = [lease for lease in state.leases.values() if lease.state in TURN]
@@ -226,7 +226,7 @@ def _detached(state: MachineState, instance: str) -> None:
 
 
 def _unload(state: MachineState, asked: m.DropModel) -> None:
-    """What is on its way stays until it has ended: it is in a seat."""
+    """Segments on their way stay until their copies have ended: they are in a seat."""
     for name in asked.instances:
         preloads.about(state, name)
     state.drop(state.residency.alone(asked.instances))
@@ -247,7 +247,7 @@ def _manifest(state: MachineState, manifest: m.Manifest) -> None:
     instance = state.instances.get(name)
     lease = instance.lease if instance is not None else None
     if lease is None and residency.resident_nbytes(name) > before_nbytes:
-        state.press()  # others have its segments here: who places its requests should know before the first of them
+        state.press()  # others have its segments here: the controller should know before it places its first request
     if lease is None:
         state.adopt(name)
     elif (writing := lease.writing) is not None and writing.committed and lease.state is LeaseState.ENDING:
@@ -255,11 +255,11 @@ def _manifest(state: MachineState, manifest: m.Manifest) -> None:
         placed = {place.segment for place in writing.places or ()}
         if newer and placed <= {segment for segment, _ in manifest.segments}:
             endings.written_back(state, lease, writing)
-    state.arrange(residency.retire(before))  # what only a version had that this instance was never bound to
+    state.arrange(residency.retire(before))  # segments of a version that this instance was never bound to
 
 
 def _dropped(state: MachineState, name: str) -> None:
-    """The store has no manifest of it any more."""
+    """The store no longer has a manifest of it."""
     preloads.about(state, name)
     state.manifests.pop(name, None)
     endings.end_of(state, name, "revoked")

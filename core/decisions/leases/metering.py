@@ -1,8 +1,8 @@
-"""What each instance has of one GPU: its time, and bytes of its memory over time. Pure.
+"""Use of one GPU by each instance: its time, and bytes of its memory over time. Pure.
 
-Bytes are counted by groups of instances that have the same segments, because only together they pay for them. Each
-statement says what a group has held since the last one, and how much each of it has used that: by the time that it had
-a seat; of KV, by its blocks. While nobody uses a group's bytes, they are counted as when somebody last did.
+Bytes are counted by groups of instances that have the same segments, because they pay for them together. Each statement
+reports what a group has held since the last one, and each member's use: the time that it had a seat; for KV, its
+blocks. While a group's bytes are unused, they are counted by the shares of their last use.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ class _Use:
 
 
 class LeaseMeter:
-    """``at`` comes before each event, and ``sync`` after it. ``kv_users`` tells the instances of a runtime by the owner
+    """``at`` comes before each event, and ``sync`` after it. ``kv_users`` has the instances of a runtime by the owner
     of its KV.
     """
 
@@ -41,7 +41,7 @@ class LeaseMeter:
         self._held = Holdings()
         self._uses: defaultdict[str, _Use] = defaultdict(_Use)
         self._seats_ms: dict[str, int] = {}  # by instance that has one: until when it was counted
-        self._parts: dict[OwnerGroup, dict[str, int]] = {}  # how much each has used it, when somebody last did
+        self._parts: dict[OwnerGroup, dict[str, int]] = {}  # how much each has used it, at its last use
         self._blocks: dict[str, dict[str, int]] = {}  # of KV, by its owner: those of each instance, and
         self._blocks_ms: dict[str, dict[str, int]] = {}  # these over time
         self._blocks_since_ms: dict[str, int] = {}
@@ -49,14 +49,14 @@ class LeaseMeter:
         self._due_s: float | None = None
         self._now_ms = 0
 
-    # --- what happens
+    # --- events
 
     def at(self, now_s: float) -> None:
-        """What follows happens now."""
+        """Sets the time of the changes that follow."""
         self._now_ms = max(self._now_ms, int(now_s * 1000))
 
     def sync(self, now_s: float) -> None:
-        """What the residency has changed, it has changed now."""
+        """Counts the residency's changes, as of now."""
         self.at(now_s)
         now_ms = self._now_ms
         changes = self._changes
@@ -115,7 +115,9 @@ class LeaseMeter:
             over_ms[name] = over_ms.get(name, 0) + blocks * max(1, passed_ms)
 
     def activations(self, instance: str, all_nbytes: int, others: Iterable[str]) -> None:
-        """So many bytes are used beside the pool; what ``others``, which have leases too, do not have is its own."""
+        """``all_nbytes`` are used beside the pool; the part that ``others``, which have leases too, do not have is its
+        own.
+        """
         known = {name: self._activations.get(name, 0) for name in others if name != instance}
         left = max(0, all_nbytes)
         now: dict[str, int] = {}
@@ -127,7 +129,7 @@ class LeaseMeter:
             self._held.put((ACTIVATIONS, name), OwnerGroup.of(ACTIVATIONS, (name,)), now.get(name, 0), self._now_ms)
         self._activations = {name: nbytes for name, nbytes in now.items() if nbytes}
 
-    # --- what is there
+    # --- resident bytes
 
     def nbytes(self, group: OwnerGroup) -> int:
         return self._held.nbytes(group)
@@ -138,17 +140,17 @@ class LeaseMeter:
         return self._held.of_kind(KV)
 
     def models(self) -> Iterator[tuple[OwnerGroup, int]]:
-        """Bytes of models that are there, by whose they are."""
+        """Bytes of models that are there, by their owners."""
         return ((group, self._held.nbytes(group)) for group in self._held.groups if group.kind == WEIGHTS)
 
-    # --- what is told
+    # --- statements
 
     @property
     def due_s(self) -> float | None:
         return self._due_s
 
     def statements(self, now_s: float) -> list[m.Metered]:
-        """If it is time for them."""
+        """Returns statements, if they are due."""
         if self._due_s is None or now_s < self._due_s:
             return []
         return self.state(now_s)

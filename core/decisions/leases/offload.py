@@ -1,12 +1,12 @@
 """Room for KV before it is asked for (ServerlessLoRA §4.3, Eqs. 6 and 7): pure, on `MachineState`.
 
-While a runtime's KV grows, as much is kept free as it is expected to ask for until others could have made room: what it
-asked for last, and what it grows by in the time that making room has taken lately. Evicting weights takes no time.
-What does is to have a runtime give idle KV back, or leave its seat when it rests: these are asked as soon as less than
-that is free, and not when the next question is there and its sequences wait.
+While a runtime's KV grows, as much is kept free as it is expected to ask for before others could have made room: its
+last request, plus its growth in the time that making room has taken lately. Evicting weights takes no time. Having a
+runtime give idle KV back, or leave its seat when it rests, does take time: it is asked as soon as less than that is
+free, before the next request for KV comes and its sequences wait.
 
-What goes is what an eviction would take, by the same cost: idle weights, adapters and what was brought before it was
-asked for (all of these are segments of models that nobody uses), idle KV of others, and others' idle seats.
+The order is that of evictions, by the same cost: idle weights, adapters and preloaded models (all of these are segments
+of unused models), idle KV of others, and others' idle seats.
 """
 
 from typing import Final
@@ -17,14 +17,14 @@ from dormouse.core.decisions.leases.state import MachineState
 from dormouse.core.decisions.memory.bringing import spare
 
 HALF_S: Final = 1.0
-"""Growth so long ago counts half: a burst of prompts lasts that long, and what has grown before it says nothing."""
+"""Half-life of past growth: a burst of prompts lasts that long, and earlier growth predicts nothing."""
 
 MAX_SHARE: Final = 8
-"""A part in so many of the memory is kept free at most."""
+"""At most one part in so many of the memory is kept free."""
 
 
 def reserve_nbytes(state: MachineState) -> int:
-    """To be free, beside activations."""
+    """Bytes to keep free, beside activations."""
     if state.offload != "ahead":
         return 0
     wanted = sum([_wanted(state, books) for books in state.runtimes.values()])
@@ -45,7 +45,7 @@ def grew(state: MachineState, books: RuntimeBooks, nbytes: int) -> None:
 
 
 def ahead(state: MachineState, lease: HeldLease) -> None:
-    """Have room made, if less than the reserve is free. ``lease``: of a runtime that grows."""
+    """Has room made, if less than the reserve is free. ``lease``: of a runtime that grows."""
     wanted_nbytes = reserve_nbytes(state)
     short_nbytes = wanted_nbytes + state.activations - state.residency.pool.free_nbytes
     if short_nbytes <= 0 or preloads.give_up(state):

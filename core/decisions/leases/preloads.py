@@ -1,9 +1,9 @@
-"""Models that are brought before anybody asks for them: one at a time, and only while nobody computes. Pure, on
+"""Models that are copied before any request for them: one at a time, and only while no lease computes. Pure, on
 `MachineState`.
 
-What comes is held as by a seat until its copies are over. It is given up for any wake or turn, for a runtime's steps,
-and where memory is short: the chunk that is being copied ends, what has arrived stays, and the rest is dropped. A wake
-that needs room waits for that; one whose model is here does not.
+A model on its way is held as by a seat until its copies are over. It is given up for any wake or turn, for a runtime's
+steps, and where memory is short: the chunk that is being copied ends, copied segments stay, and the rest is dropped. A
+wake that needs room waits for that; one whose model is here does not.
 """
 
 from dormouse.core.decisions.leases import effects as o
@@ -15,12 +15,12 @@ from dormouse.schemas import messages as m
 
 
 def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
-    """False: it does not. Nothing is kept free for KV: no runtime computes."""
+    """Returns False if it does not begin. Nothing is kept free for KV: no runtime computes."""
     preload, rates = asked.preload, asked.rates
     name = preload.instance
     instance, manifest = state.instances.get(name), state.manifests.get(name)
     if instance is None or manifest is None or manifest.version < preload.version:
-        _say(state, name, "failed")  # it is gone, or the store's word of it is still on its way
+        _say(state, name, "failed")  # it is gone, or the store's manifest of it is still on its way
         return False
     busy = state.preload is not None or state.coming or instance.lease is not None or state.residency.coming(name)
     if busy or _computing(state):
@@ -51,7 +51,7 @@ def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
 
 
 def _computing(state: MachineState) -> bool:
-    """Whether anybody does, as far as is known."""
+    """Whether any lease computes, as far as is known."""
     for lease in state.leases.values():
         if lease.runtime:
             if not state.runtimes[lease.runtime].rests or state.residency.coming(lease.instance):
@@ -62,7 +62,7 @@ def _computing(state: MachineState) -> bool:
 
 
 def give_up(state: MachineState) -> bool:
-    """Something else is to be done here. False: nothing was under way."""
+    """The GPU has other work. Returns False if nothing was under way."""
     held = state.preload
     if held is None:
         return False
@@ -73,7 +73,7 @@ def give_up(state: MachineState) -> bool:
 
 
 def in_the_way(state: MachineState, instance: str) -> bool:
-    """Whether a wake has to wait until what is given up has ended."""
+    """Whether a wake has to wait until the given-up copies have ended."""
     return state.preload is not None and state.residency.missing_nbytes(instance) > 0
 
 
@@ -105,7 +105,7 @@ def brought(state: MachineState, event: e.Brought) -> None:
 
 
 def _end(state: MachineState, held: HeldPreload) -> None:
-    """What has not come is dropped; what nobody has any more goes."""
+    """Drops segments that have not come, and those that no longer have an owner."""
     state.preload = None
     kept = state.residency.leave(owner_of(held.instance))
     state.drop(held.left_nbytes)
@@ -115,7 +115,7 @@ def _end(state: MachineState, held: HeldPreload) -> None:
 
 
 def _say(state: MachineState, instance: str, outcome: str, held: HeldPreload | None = None) -> None:
-    """What has changed is told at its end: until then another may be on its way."""
+    """Reports the outcome. Changed bytes are reported at the end of a preload: another may be on its way until then."""
     resident = [] if held is None else state.residency.changed()
     copied_nbytes = 0 if held is None else held.copied_nbytes
     said = m.Preloaded(

@@ -1,16 +1,16 @@
-"""Room from idle KV and idle seats: whose, and whether before weights are evicted. Pure, on `MachineState`.
+"""Room from idle KV and idle seats: decides which of them to take, and whether before weights. Pure, on `MachineState`.
 
 Under pressure the cheapest bytes go first, weights or KV, under one cost (`WakeEvictionCost`): worth of the model times
 the time to bring a byte back. Weights are copied again. KV is computed again, if its prompt is asked again: the runtime
-says how long that is expected to take (`IdleKv`), and how likely it is halves with every HALF_S without a step. The
-cheapest runtime is asked for what is lacking; whoever needs it waits for the answer, and looks again.
+reports how long that is expected to take (`IdleKv`), and its probability halves with every HALF_S without a step. The
+cheapest runtime is asked for the missing bytes; the lease that needs them waits for the answer, and tries again.
 
 The weights of a runtime without sequences are in that order, too, once it has rested for REST_S: when they come first,
 all of its leases end, and with them its KV; the weights are then as idle as any. Its instances ask for leases with
 their next requests. Until then it keeps both, for `MachineState.seat_idle_s`.
 
-Where no runtime has idle KV any more, one that rests at all ends, and then others' seats are left. One that does not
-answer is ended (executor/runtimes.py).
+When no runtime has idle KV any more, a runtime that rests at all is ended, and then others leave their seats. A runtime
+that does not answer is ended (executor/runtimes.py).
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,17 @@ from dormouse.schemas import messages as m
 HALF_S: Final = 60.0
 
 REST_S: Final = 2.0
-"""The next request of a conversation often comes sooner."""
+"""Rest before the weights count as idle: the next request of a conversation often comes sooner."""
 
 
 def possible(state: MachineState) -> bool:
-    """Whether anybody has idle KV or rests: a glance, for those who mostly need none."""
+    """Whether any runtime has idle KV or rests: a cheap check for callers that mostly need neither."""
     return any(books.kv_idle.nbytes or books.kv_asked or books.rests for books in state.runtimes.values())
 
 
 def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
-    """Whether others' idle KV or seats are to make room for so many bytes, because they cost less than the weights that
-    would: then the lease has to wait.
+    """Whether others' idle KV or seats are to make room for so many bytes, because they cost less than weights: then
+    the lease has to wait.
     """
     held, waits = _idle(state, asking.runtime), _asked(state) or _ends(state)
     resting = [each for each in _resting(state, asking.runtime) if state.now_s >= _since_s(state, each) + REST_S]
@@ -69,8 +69,8 @@ def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
 
 
 def any_left(state: MachineState, nbytes: int, worth: Mapping[str, float], runtime: str = "") -> bool:
-    """Whether idle KV is to make room, whatever it is worth: else a seat would have to end or be left. Not that of
-    ``runtime``, which asks.
+    """Whether idle KV is to make room, whatever its worth: else a seat would have to end or be left. KV of ``runtime``,
+    which asks, does not count.
     """
     if _asked(state):
         return True
@@ -97,19 +97,19 @@ def tick(state: MachineState) -> None:
 
 
 def next_deadline_s(state: MachineState) -> float | None:
-    """When it is to be looked whether a runtime has rested for long enough."""
+    """Time at which to check whether a runtime has rested for long enough."""
     resting = (books for books in state.runtimes.values() if _may_end(state, books))
     return min((_until_s(state, books) for books in resting), default=None)
 
 
 def told(books: RuntimeBooks, idle: m.IdleKv | None) -> None:
-    """By its runtime. What crosses with a question is older than the answer."""
+    """Its runtime has reported. A report that crosses with a question is older than the answer."""
     if idle is not None and not books.kv_asked:
         books.kv_idle = idle if idle.nbytes > 0 and idle.recompute_us >= 0 else NO_IDLE_KV
 
 
 def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) -> None:
-    """It has given some back. One that was asked and has nothing is not asked again before its next step."""
+    """It has given some back. A runtime that had nothing to give is not asked again before its next step."""
     own = set(message.extents).intersection(state.kv(books))
     state.drop(own)
     asked, books.kv_asked = books.kv_asked, False
@@ -121,7 +121,7 @@ def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) ->
 
 
 def forget(books: RuntimeBooks) -> None:
-    """Its seat is another one now."""
+    """It now has another seat."""
     books.kv_idle, books.kv_asked = NO_IDLE_KV, False
 
 
@@ -139,7 +139,7 @@ def _asked(state: MachineState) -> bool:
 
 
 def _may_end(state: MachineState, books: RuntimeBooks) -> bool:
-    """Not while it lets go of something already."""
+    """Whether it may end: not while it lets go of something already."""
     still = (*SEATED, LeaseState.AWAY)
     return books.rests and not books.wanting and all(lease.state in still for lease in state.members(books.name))
 
@@ -150,14 +150,14 @@ def _resting(state: MachineState, runtime: str) -> list[RuntimeBooks]:
 
 
 def _ends(state: MachineState) -> bool:
-    """Whether one that rests is about to have ended."""
+    """Whether a resting runtime is about to have ended."""
     closing = (lease.runtime for lease in state.leases.values() if lease.state is LeaseState.CLOSING and lease.runtime)
     return any(state.runtimes[runtime].rests for runtime in closing)
 
 
 def _end(state: MachineState, books: RuntimeBooks) -> None:
-    """Its instances hear of it first: what they have sent meanwhile goes on with another lease. One with the turn is
-    last, so that the seat is left at once, turn and all.
+    """Its instances are notified first: frames sent meanwhile go on with another lease. A lease with the turn is last,
+    so that the seat is left at once, turn and all.
     """
     for lease in sorted(state.members(books.name), key=lambda lease: lease.state in TURN):
         end_lease(state, lease)
@@ -171,12 +171,12 @@ def end_lease(state: MachineState, lease: HeldLease) -> None:
 
 
 def _since_s(state: MachineState, books: RuntimeBooks) -> float:
-    """Since when it has had nothing to do, if it has not."""
+    """Time since which it has had nothing to do, if it is idle."""
     return max(lease.since_s for lease in state.members(books.name))
 
 
 def _until_s(state: MachineState, books: RuntimeBooks) -> float:
-    """How long one that rests keeps its seats, though nobody needs the room."""
+    """Time until which a resting runtime keeps its seats, though the room is not needed."""
     return _since_s(state, books) + (0.0 if state.drains else state.seat_idle_s)
 
 

@@ -1,16 +1,16 @@
 """Leases of runtimes: seats with KV that grows, and turns of steps. Pure, on `MachineState`.
 
-A runtime's turn ends between two of its steps. The controller is told that the turn may be another's (Idle): at once,
-if the runtime goes on in the seat that it has, for it computes one step in any case; else after its first step, without
-which a seat would be had for nothing. If nobody wants the turn, the steps go on. So others wait for one step, which is
-a brief one where ordinary functions have leases, or have computed lately. Runtimes wait for each other's whole prompts,
-as the sequences of a batch do: pieces would cost each of them a turn. The seat ends when all is unmapped there, or its
-runtime is dead.
+A runtime's turn ends between two of its steps. The controller is notified that the turn may pass to another (Idle): at
+once, if the runtime goes on in its current seat, for it computes one step in any case; else after its first step,
+without which the seat would have been of no use. If no other lease wants the turn, the steps go on. So others wait for
+one step, which is a brief one where ordinary functions have leases, or have computed lately. Runtimes wait for each
+other's whole prompts, as the sequences of a batch do: pieces would cost each of them a turn. The seat ends when
+everything is unmapped there, or its runtime is dead.
 
-Instances of one group whose models are the same bytes, but for adapters of their own, share a runtime: each has a lease
-of its own, with a seat, which costs its adapter and nothing more. The runtime computes for all of them in one batch,
-whichever of them has the turn, so one of them asks for it. KV is the runtime's. One lease may end while others go on:
-then its adapter is unmapped before its memory is another's. When the seat has to be left, all leave it.
+Instances of one group whose models are the same bytes, except for adapters, share a runtime: each has a lease of its
+own, with a seat that costs its adapter and nothing more. The runtime computes for all of them in one batch, whichever
+of them has the turn, so one of them asks for it. KV belongs to the runtime. One lease may end while others go on: then
+its adapter is unmapped before its memory is reused. When the seat has to be left, all leave it.
 """
 
 from collections.abc import Iterable
@@ -25,11 +25,13 @@ from dormouse.core.pace import SHARED_S
 from dormouse.schemas import messages as m
 
 MAX_MEMBERS: Final = 500
-"""Of one runtime, which has numbers for so many adapters and a few more; who comes then has one of its own."""
+"""Most leases of one runtime, which has numbers for so many adapters and a few more; a later instance gets another
+runtime.
+"""
 
 
 def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> str:
-    """The runtime that is to compute for this instance: that of its group, if its model is what is there."""
+    """Returns the runtime that is to compute for this instance: that of its group, if its model is the one there."""
     if not instance.group:
         return name
     own, others = _segments(state, name), [lease.instance for lease in state.members(instance.group)]
@@ -41,8 +43,8 @@ def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> s
 
 
 def _fits(own: set[int], adapter: bool, theirs: set[int], their_adapter: bool) -> bool:
-    """Whether two models may be the same, but for adapters. Of two with adapters nobody knows here what is the base's;
-    the runtime sees it, and refuses another's.
+    """Whether two models may be the same, except for adapters. Of two models with adapters, the base's segments are not
+    known here; the runtime checks them, and refuses a different base.
     """
     if adapter and their_adapter:
         return not own.isdisjoint(theirs)
@@ -50,9 +52,7 @@ def _fits(own: set[int], adapter: bool, theirs: set[int], their_adapter: bool) -
 
 
 def open_ahead(state: MachineState, name: str) -> None:
-    """Its model comes before it is asked for: a process that is to compute it takes longer to be there than most
-    models to be copied.
-    """
+    """Its model comes before any request: starting its process takes longer than copying most models."""
     instance = state.instances[name]
     if instance.llm:
         state.emit(o.OpenRuntime(name, runtime_for(state, name, instance)))
@@ -64,8 +64,8 @@ def _segments(state: MachineState, name: str) -> set[int]:
 
 
 def may_begin(state: MachineState, runtime: str) -> bool:
-    """Not while it has a turn to give back; nor while its mapping is about to be cleared: what is given now would be
-    lost with it.
+    """Whether it may begin: not while it has a turn to give back, nor while its mapping is about to be cleared:
+    anything given now would be lost with it.
     """
     books = state.runtimes.get(runtime)
     return not (books is not None and books.owes) and not any(
@@ -75,13 +75,13 @@ def may_begin(state: MachineState, runtime: str) -> bool:
 
 
 def seated(state: MachineState, lease: HeldLease) -> None:
-    """It has a seat. The runtime hears of that when the device is as the books say."""
+    """It has a seat. The runtime is notified once the device is in the state of the books."""
     books = state.runtimes.setdefault(lease.runtime, RuntimeBooks(lease.runtime))
     if not any(other.state in SEATED for other in state.members(lease.runtime) if other is not lease):
         reclaim.forget(books)
     lease.vacated = lease.parts = False
     lease.seated_s = state.now_s
-    state.press(seated=True)  # its lease can last for long, and what is told at its end would be told late
+    state.press(seated=True)  # its lease can last for long, and a report at its end would be late
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
         turn_begins(state, lease)
@@ -102,7 +102,7 @@ def may_be_anothers(state: MachineState, lease: HeldLease, rests: bool = False) 
 
 
 def marked(state: MachineState, event: e.Marked) -> None:
-    """The compute thread has carried out what was planned for this seat, or for these extents of KV."""
+    """The compute thread has carried out the plans for this seat, or for these extents of KV."""
     if event.extents:
         _grown(state, event.extents)
         return
@@ -115,7 +115,7 @@ def marked(state: MachineState, event: e.Marked) -> None:
 
 
 def _grown(state: MachineState, numbers: list[int]) -> None:
-    """Whoever asked for it may be gone, and others of its runtime not."""
+    """Extents have been mapped. The lease that asked may be gone while others of its runtime remain."""
     for books in state.runtimes.values():
         lease = growth.seated(state, books)
         if lease is not None and not set(numbers).isdisjoint(state.kv(books)):
@@ -154,7 +154,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
     if speaker is None or not speaker.runtime:
         return
     books, members = state.runtimes[speaker.runtime], state.members(speaker.runtime)
-    books.waits = False  # it goes on, or this says so
+    books.waits = False  # it goes on, or this message says otherwise
     match event.message:
         case m.SeatLeft():
             _lent_over(state, books)
@@ -181,7 +181,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             books.waits = True
         case m.LoadChanged(load=load, busy=busy):
             rested, books.rests, books.running = books.rests, not load.running and not load.waiting, load.running
-            books.wanting &= not books.rests  # what it wanted as it was given the turn, it has computed
+            books.wanting &= not books.rests  # the work that it wanted when it was given the turn is computed
             if not books.rests:
                 preloads.give_up(state)
             elif not rested and (turns := [each for each in members if each.state is LeaseState.RUNNING and each.idle]):
@@ -202,7 +202,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
 
 
 def _tell_due(state: MachineState, books: RuntimeBooks) -> None:
-    """To who knows already that it wants a turn."""
+    """Sends the controller its work, if its wish for a turn was sent already."""
     for lease in state.members(books.name):
         if lease.wants and books.due is not None:
             state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
@@ -221,7 +221,7 @@ def _stepped(state: MachineState, books: RuntimeBooks, speaker: HeldLease, step:
 
 
 def _checked(due: m.StepsDue | None, members: Iterable[HeldLease]) -> m.StepsDue | None:
-    """Of its own leases, each once."""
+    """Keeps the entries of its own leases, each once."""
     if due is None:
         return None
     serials = {lease.serial for lease in members}
@@ -230,7 +230,9 @@ def _checked(due: m.StepsDue | None, members: Iterable[HeldLease]) -> m.StepsDue
 
 
 def _meter(state: MachineState, books: RuntimeBooks, turn: HeldLease, step: m.Stepped) -> None:
-    """Its time is that of all whose tokens were in it; of ``turn``, whose turn it was, if nobody is named."""
+    """Its time is divided among all whose tokens were in the step; it is that of ``turn``, the lease with the turn, if
+    none is named.
+    """
     members = {lease.serial: lease for lease in state.members(books.name)}
     named = {members[share.serial].instance: share for share in step.shares if share.serial in members}
     if not named:
@@ -242,7 +244,7 @@ def _meter(state: MachineState, books: RuntimeBooks, turn: HeldLease, step: m.St
 
 
 def want(state: MachineState) -> None:
-    """Of each runtime that has something to compute, one lease asks for a turn, unless one has it, or is about to."""
+    """For each runtime that has work, one lease asks for a turn, unless one has it, or is about to."""
     adapters.want(state)
     for books in state.runtimes.values():
         if not books.wanting:
@@ -257,9 +259,9 @@ def want(state: MachineState) -> None:
 
 
 def lend(state: MachineState) -> None:
-    """While a step of who has the turn, or is to give it back after this step, waits for its weights, another runtime
-    that has all of its own has a step: that which has had none for longest. The turn stays where it is. Once the
-    weights have come, two may compute for the rest of that step.
+    """While a step of the runtime with the turn, or of one about to give it back, waits for its weights, another
+    runtime with all of its weights has a step: the one that has had none for longest. The turn stays where it is. Once
+    the weights have come, two may compute for the rest of that step.
     """
     turns = [lease for lease in state.leases.values() if lease.runtime and lease.state in TURN]
     if not any(state.runtimes[lease.runtime].waits for lease in turns) or seats.lent(state):
@@ -286,7 +288,7 @@ def _may_borrow(state: MachineState, lease: HeldLease) -> bool:
 
 
 def _comes(state: MachineState, books: RuntimeBooks) -> bool:
-    """Whether a lease that it will compute for waits for what it needs, with a turn."""
+    """Whether a lease that it will compute for waits for its segments, with a turn."""
     for first in state.coming:
         if isinstance(first, int):
             found = state.leases.get(first)
@@ -298,7 +300,7 @@ def _comes(state: MachineState, books: RuntimeBooks) -> bool:
 
 
 def _left(state: MachineState, books: RuntimeBooks) -> None:
-    """Nothing of the pool is mapped there any more: its KV is gone, and what waited for that goes on."""
+    """Nothing of the pool is mapped there any more: its KV is gone, and leases that waited for that go on."""
     going = (LeaseState.LEAVING, LeaseState.CLOSING)
     left = [lease for lease in state.members(books.name) if lease.state in going and not lease.vacated]
     if not left:
@@ -314,7 +316,7 @@ def _left(state: MachineState, books: RuntimeBooks) -> None:
 
 
 def gone(state: MachineState, event: e.RuntimeGone) -> None:
-    """All of its leases end: their instances ask anew."""
+    """All of its leases end: their instances ask again."""
     books = state.runtimes.get(event.runtime)
     if books is None:
         return

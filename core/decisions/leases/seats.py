@@ -1,4 +1,4 @@
-"""Seats: room for a model, and what happens when there is not enough for all. Pure, on `MachineState`."""
+"""Seats: room for a model, and the choice of leases that leave when it is short. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 
@@ -14,10 +14,10 @@ from dormouse.schemas import messages as m
 
 
 def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rates: e.WakeRates) -> WakePlan | None:
-    """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
+    """Makes room for its model; returns None if others have to leave first. If there are none, it has no model."""
     wake = lease.wake
     if any(other.state is LeaseState.LEAVING for other in state.leases.values()):
-        return None  # who has the last free bytes before that seat can be had finds none for what it computes
+        return None  # a lease that takes the last free bytes before that seat is released has none for its computation
     if preloads.in_the_way(state, wake.instance):
         return None
     if reclaim.possible(state) and reclaim.cheaper(state, lease, state.residency.missing_nbytes(wake.instance)):
@@ -61,8 +61,8 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
 
 
 def relieve(state: MachineState, event: e.Relieve) -> None:
-    """Evict every idle model; where none is, or that is not enough, have idle KV given back, then seats left that have
-    no turn; or say why not. A pool may hold more for a seat than its bytes: what should be enough need not be.
+    """Evicts every idle model; if that is not enough, has idle KV given back, then seats left that have no turn; or
+    reports why not. A pool may need more room for a seat than its bytes: enough bytes may not suffice.
     """
     if preloads.give_up(state):
         state.relieving = event
@@ -101,7 +101,7 @@ def answer(state: MachineState, value: str | None) -> None:
 
 
 def going(state: MachineState) -> bool:
-    """Whether somebody's seat can be had in a moment."""
+    """Whether some lease's seat is about to be released."""
     return any(lease.state in GOING and state.residency.seated(lease.instance) for lease in state.leases.values())
 
 
@@ -110,7 +110,7 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     All leases of a runtime leave together: it has one mapping of the memory.
     """
     paused = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_leave(state, lease)]
-    if asked is not None:  # the compute thread waits: what it has not begun with cannot leave
+    if asked is not None:  # the compute thread waits: a lease that it has not begun with cannot leave
         paused = [lease for lease in paused if lease.reached or not lease.begun]
     if not paused:
         return False
@@ -136,7 +136,7 @@ def lent(state: MachineState) -> bool:
 
 
 def _may_leave(state: MachineState, lease: HeldLease) -> bool:
-    """Not while its runtime computes for another, or in another's turn, or lets go of one."""
+    """Whether it may leave: not while its runtime computes for another, or in another's turn, or lets go of a lease."""
     still = (LeaseState.PAUSED, LeaseState.AWAY)
     if lease.runtime and state.runtimes[lease.runtime].lent:
         return False
@@ -188,7 +188,7 @@ def away(state: MachineState, lease: HeldLease) -> None:
 
 
 def returned(state: MachineState, event: e.SeatReturned) -> None:
-    """What it had in host memory is here again."""
+    """Its storages in host memory are here again."""
     state.use = event.use
     lease = state.leases.get(event.serial)
     if lease is None or lease.state is LeaseState.CLOSING:
@@ -228,7 +228,7 @@ def came(state: MachineState, event: e.Came) -> None:
 
 
 def unmapped(state: MachineState, event: e.Unmapped) -> None:
-    """What was missing or moving is not there after all; the rest is as before."""
+    """Missing or moving segments are not there after all; the rest is as before."""
     if state.preload is not None and state.preload.serial == event.serial:
         state.preload.outcome = "refused"  # Brought follows
     lease = state.leases.get(event.serial)

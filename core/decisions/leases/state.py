@@ -1,4 +1,4 @@
-"""What is known of all leases on one GPU, of its memory and of who waits for what, and the effects so far. Pure."""
+"""State of all leases on one GPU, of its memory and of waiting leases, and the effects so far. Pure."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ from dormouse.core.holdings import OwnerGroup
 from dormouse.schemas import messages as m
 
 ROOM_S: Final = 0.02
-"""What making room takes, until it was seen: a step, after which a runtime hears that it is asked."""
+"""Time that making room takes, until it was measured: a step, after which a runtime receives the request."""
 
 SMOOTHING: Final = 0.2
 """Weight of the newest time that it took."""
@@ -56,9 +56,9 @@ class MachineState:
         self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
-        self.unknown: tuple[int, float] | None = None  # who waits for a version of its model, and since when
+        self.unknown: tuple[int, float] | None = None  # a serial that waits for a version of its model, and since when
         self.offload = offload  # as in schemas/policy.py
-        self.worth: Mapping[str, float] = {}  # of a byte of each model here, as it was told last
+        self.worth: Mapping[str, float] = {}  # of a byte of each model here, as last reported
         self.room_s = ROOM_S
         self.asked_s: float | None = None  # since when others are to make room
         self.share, self.turns, self.turn_s, self.seat_idle_s = share, turns, turn_s, seat_idle_s
@@ -67,7 +67,7 @@ class MachineState:
         self.preloads = itertools.count(-1, -1)  # their serials
         self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
         self.use = e.Use()
-        self.limit_nbytes = -1  # what activations may have, as far as the device was told
+        self.limit_nbytes = -1  # activations' limit, as last sent to the device
         self.relieving: e.Relieve | None = None  # the compute thread waits until a seat has been left
         self.left = False  # one has been left for that
         self.look_again = False  # just now
@@ -92,17 +92,17 @@ class MachineState:
         return (instance := self.instances.get(name)) is not None and instance.adapter
 
     def roams(self, segment: int) -> bool:
-        """Whether only adapters have it: a runtime is told where they are with each seat, and nothing else reads
+        """Whether only adapters have it: a runtime gets their places with each seat, and nothing else reads
         them.
         """
         return all(self.adapted(name) for name in self.residency.sharers(segment))
 
     def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
-        """Its runtime."""
+        """Sends a message to its runtime."""
         self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))
 
     def end_turn(self, lease: HeldLease) -> None:
-        """None of its runtime begins before TurnGivenBack, which is then said of this one."""
+        """None of its runtime begins before TurnGivenBack, which is then sent for this one."""
         self.runtimes[lease.runtime].owes = True
         self.tell(lease, m.TurnEnds())
 
@@ -111,7 +111,7 @@ class MachineState:
         return "" if known is None else known.tenant
 
     def worth_here(self, worth: Mapping[str, float], coming: str) -> Mapping[str, float]:
-        """What tenants have beyond their quotas, with this model, goes first."""
+        """Worths with tenants' quotas applied: models over quota, this one included, go first."""
         if not self.quotas:
             return worth
         kv: Counter[str] = Counter()
@@ -129,10 +129,10 @@ class MachineState:
         return [lease.instance for lease in self.leases.values() if lease.runtime and kv_owner(lease.runtime) == owner]
 
     def used(self, use: e.Use, serial: int) -> None:
-        """So much is used beside the pool after something that this lease has done."""
+        """So many bytes are used beside the pool after an action of this lease."""
         before, self.use = self.use, use
         if use.now == before.now:
-            return  # whoever has made what is there
+            return  # whichever lease has made the rest
         others = [lease.instance for lease in self.leases.values() if not lease.runtime]
         if (lease := self.leases.get(serial)) is not None:
             self.meter.activations(lease.instance, use.now, others)
@@ -148,12 +148,12 @@ class MachineState:
             self.emit(o.Reply(action.instance, gate.refusal(action.serial, action.reason)))
 
     def look(self) -> None:
-        """A seat can be left that could not be: the compute thread, or a runtime, may be waiting for that."""
+        """A seat can be left that could not be before: the compute thread, or a runtime, may be waiting for that."""
         self.left_seat = True
         self.look_again = self.relieving is not None
 
     def room(self) -> None:
-        """A seat has been left: that is what the compute thread, or a runtime, may be waiting for."""
+        """A seat has been left: the compute thread, or a runtime, may be waiting for that."""
         self.left_seat = True
         if self.asked_s is not None:
             self.room_s += SMOOTHING * (self.now_s - self.asked_s - self.room_s)
@@ -162,12 +162,12 @@ class MachineState:
             self.left = self.look_again = True
 
     def asks(self) -> None:
-        """Somebody is to make room: how long that takes is the time until some is there."""
+        """Other leases are to make room: the time until some is there is measured."""
         if self.asked_s is None:
             self.asked_s = self.now_s
 
     def stats(self) -> m.PoolStats:
-        """What the memory is used for."""
+        """Memory of the pool by use."""
         self.meter.sync(self.now_s)
         stats, kv_nbytes = self.residency.stats(self.activations), self.meter.kv_nbytes
         return structs.replace(stats, weights_nbytes=stats.weights_nbytes - kv_nbytes, kv_nbytes=kv_nbytes)
@@ -182,7 +182,7 @@ class MachineState:
         lease.state = state
 
     def adopt(self, name: str) -> None:
-        """The newest manifest is the one from now on; what no manifest and no seat has any more goes."""
+        """The newest manifest is the current one from now on; segments in no manifest and no seat are dropped."""
         instance = self.instances.get(name)
         if instance is None or (newest := self.newest(instance)) is instance.manifest:
             return
@@ -200,7 +200,7 @@ class MachineState:
         return m.Manifest(instance=known.instance, version=known.version, entries=[], segments=[])
 
     def arrange(self, *plans: PoolChange, serial: int = 0) -> None:
-        """Have the device made as the books say. Nothing of what is evicted or moved can be reached afterwards."""
+        """Brings the device to the state of the books. Evicted or moved segments are unreachable afterwards."""
         changed = [plan for plan in plans if plan.evicted or plan.moves or plan.freed or plan.unmapped or plan.mapped]
         limit_nbytes = self.residency.capacity - self.residency.occupied_nbytes
         if not changed and limit_nbytes == self.limit_nbytes:
@@ -213,7 +213,7 @@ class MachineState:
         self.emit(o.Arrange(changed, limit_nbytes, serial))
 
     def moved_away(self, name: str) -> None:
-        """Not all of its model is where the compute thread knows it."""
+        """Not all of its model is at the places known to the compute thread."""
         if (instance := self.instances.get(name)) is not None:
             instance.bound = False
 

@@ -1,4 +1,4 @@
-"""Turns: who may compute, and whose frames go to the compute thread. Pure, on `MachineState`."""
+"""Turns: decides which leases may compute, and whose frames go to the compute thread. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 from typing import Final, assert_never
@@ -12,13 +12,14 @@ from dormouse.core.decisions.memory.wake_plan import WakePlan
 from dormouse.schemas import messages as m
 
 VERSION_S: Final = 5.0
-"""How long a lease may wait for the version of its model that its instance says there is. The store tells executors of
-one before it tells the instance, so it is there in milliseconds; one that never comes was made up, and others wait.
+"""Time that a lease may wait for the version of its model that its instance reports. The store sends a version to
+executors before it sends it to the instance, so it is there in milliseconds; a version that never comes was made up,
+and others wait.
 """
 
 
 def next_turns(state: MachineState) -> None:
-    """Begin with those that wait for a turn, in order, as far as there are turns and what they need is there."""
+    """Begins with leases that wait for a turn, in order, as far as there are turns and their needs are met."""
     while state.coming:
         if sum(lease.state in TURN for lease in state.leases.values()) >= state.turns or seats.lent(state):
             return
@@ -40,7 +41,7 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
             state.unknown = wake.lease.serial, state.now_s
         return False
     if instance.lease is not None or state.residency.coming(wake.instance):
-        return False  # it is being closed; or others' copies bring what it shares
+        return False  # it is being closed; or others' copies bring shared segments
     runtime = runtimes.runtime_for(state, wake.instance, instance) if instance.llm else ""
     if runtime and not runtimes.may_begin(state, runtime):
         return False
@@ -89,7 +90,7 @@ def begin_order(
     wake, places = lease.wake, None
     if not lease.refused and (plan.missing or not instance.bound):
         places = state.residency.places(wake.instance)
-        instance.bound = not plan.missing and not lease.lost  # what did not come stays lost to a lease that comes back
+        instance.bound = not plan.missing and not lease.lost  # missing bytes stay lost to a lease that comes back
     if lease.refused:
         instance.bound = False
     peers = wake.peers if rates is not None and rates.peer > rates.slab else []
@@ -190,7 +191,7 @@ def admit(state: MachineState, actions: Iterable[gate.Action], story: str = "") 
 
 def deliver(state: MachineState, lease: HeldLease, data: bytes) -> None:
     if lease.state is LeaseState.CLOSING:
-        return  # its instance is told when it is over
+        return  # its instance is notified when it is over
     if not lease.begun:
         tell_begin(state, lease, state.instances[lease.instance], WakePlan(), None)
     if lease.idle:
@@ -210,7 +211,7 @@ def _use(state: MachineState, lease: HeldLease) -> None:
 
 
 def not_lent(state: MachineState, serial: int) -> None:
-    """Its frames come here; the compute thread is told of it with the first."""
+    """Its frames come here; the compute thread gets the lease with the first."""
     lease = state.leases[serial]
     lease.begun = False
     lease.frames -= 1
@@ -248,7 +249,7 @@ def may_idle(lease: HeldLease) -> bool:
 
 
 def over(state: MachineState, serials: Iterable[int]) -> None:
-    """Their instances say that they have given the GPU nothing."""
+    """Their instances report that they have given the GPU nothing."""
     for serial in serials:
         lease = state.leases.get(serial)
         if lease is None and (woken := waiting(state, serial)) is not None:
@@ -288,7 +289,7 @@ def waiting(state: MachineState, serial: int) -> e.WakeAsked | None:
 
 
 def next_deadline_s(state: MachineState) -> float | None:
-    """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
+    """Time at which to check whether a lease with a turn gives the GPU nothing."""
     leases = state.leases.values()
     due = [lease.since_s + state.turn_s for lease in leases if may_idle(lease)]
     if state.unknown is not None:

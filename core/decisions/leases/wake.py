@@ -1,7 +1,7 @@
-"""Decides how the missing bytes of one wake come: whom to ask for what, what to copy, when it has failed or is done.
+"""Decides how the missing bytes of one wake come: the sources, the copies, and when it has failed or is done.
 
-Pure: each method is an event and answers with effects, which are carried out in order before the next event. Sources
-are asked one after the other, nearest first: other GPUs, then the store, in batches. A segment is::
+Pure: each method is an event and returns effects, which are carried out in order before the next event. Sources are
+asked one after the other, nearest first: other GPUs, then the store, in batches. A segment is::
 
     wanted -> (CopyIn, began)   -> coming -> (copied) -> there
            <- (refused by a peer)
@@ -21,8 +21,8 @@ BATCHES: Final = 2
 """Questions to the store that are open at a time: while one batch is copied, the next may be read from its files."""
 
 JOB_NBYTES: Final = 8 << 20
-"""Copied before it is said what has come, if that is less than a part in ``MAX_JOBS`` of all: a runtime computes a
-layer while the next one is on its way.
+"""Bytes copied before their arrival is reported, if that is less than a part in ``MAX_JOBS`` of all: a runtime computes
+a layer while the next one is on its way.
 """
 
 MAX_JOBS: Final = 256
@@ -32,9 +32,9 @@ PEER_SEGMENTS: Final = 1024
 
 
 class Shown:
-    """Where the store has shown segments, of which the compute thread may hold on to them, and the executor's thread
-    let them go; the first of the two wins. Each sets its own flag before it looks at the other's, so they may both
-    refrain, but never both act.
+    """The store's places of segments: the compute thread may hold on to them, and the executor's thread may let them
+    go; the first of the two wins. Each sets its own flag before it looks at the other's, so they may both refrain, but
+    never both act.
     """
 
     __slots__ = ("_held", "_kept", "_let_go")
@@ -50,14 +50,14 @@ class Shown:
         return self._kept
 
     def let_go(self) -> bool:
-        """Executor's thread: nobody may hold it from now on; False if somebody does."""
+        """Executor's thread: no thread may hold it from now on; False if one does."""
         self._let_go = True
         return not self._held
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What of these segments another GPU has (PeerPin), or where the store has them (``gpu`` None: Fetch)."""
+    """Ask another GPU for its part of these segments (PeerPin), or the store for places (``gpu`` None: Fetch)."""
 
     gpu: int | None
     ticket: int
@@ -83,7 +83,7 @@ class LetGoOfSource:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """These segments will not come: whoever waits for one is told so."""
+    """These segments will not come: every lease that waits for one is notified."""
 
     segments: list[int]
     text: str
@@ -105,13 +105,13 @@ class _Asked:
     gpu: int | None
     segments: list[int]
     shown: Shown
-    answered: bool = False  # it will say nothing more
+    answered: bool = False  # it will send nothing more
     ordered: int = 0  # jobs that have neither begun nor been refused
     reading: int = 0  # jobs from it that are under way
 
     @property
     def open(self) -> bool:
-        """Whether it still has something to say, or is being copied from."""
+        """Whether it still has something to send, or is being copied from."""
         return not self.answered or self.reading > 0
 
 
@@ -126,7 +126,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the bytes of a wake have come from so far."""
+    """Sources of the bytes of a wake so far."""
 
     peer_nbytes: int = 0
     file_nbytes: int = 0
@@ -167,7 +167,7 @@ class WakeCopies:
         self._job_numbers = 0
         self._peer_nbytes = self._file_nbytes = 0
         self._gave: list[int] = []
-        self._stopped = self._cancelled = False  # nothing more is ordered; nor is it said when all is there
+        self._stopped = self._cancelled = False  # nothing more is ordered; nor is the end reported
         self._failed = False  # something will not come
 
     @property
@@ -185,7 +185,7 @@ class WakeCopies:
         return self._ask_next()
 
     def peer_answered(self, ticket: int, extents: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[Effect]:
-        """What another GPU has, ``[(segment, [(offset, nbytes)])]``; the rest is asked of the next source."""
+        """Another GPU has these bytes, ``[(segment, [(offset, nbytes)])]``; the rest is asked of the next source."""
         asked = self._asked.get(ticket)
         if self._stopped or asked is None or asked.gpu is None or asked.answered:
             return []
@@ -269,7 +269,7 @@ class WakeCopies:
         return effects
 
     def stop(self, cancel: bool) -> list[Effect]:
-        """Order nothing more; what was not ordered will not come. ``cancel``: nor need it."""
+        """Order nothing more; segments not ordered yet will not come. ``cancel``: nor are they needed."""
         self._stopped = True
         self._cancelled = self._cancelled or cancel
         return self._fail("the lease is over")
@@ -324,14 +324,14 @@ class WakeCopies:
         return CopyIn(self._job_numbers, copies, owners)
 
     def _go_on(self, ticket: int) -> list[Effect]:
-        """A peer has given what it had: the rest is the next source's."""
+        """A peer has given all that it had: the rest is asked of the next source."""
         if self._asked[ticket].ordered:
             return []
         effects = self._settle(ticket)
         return [*effects, *self._ask_next()] if self._wanted else effects
 
     def _fail(self, text: str, damaged: bool = False) -> list[Effect]:
-        """What has not been ordered will not come."""
+        """Segments that have not been ordered will not come."""
         self._unasked.clear()
         if not self._wanted:
             return []
@@ -340,7 +340,7 @@ class WakeCopies:
         return [GiveUp(given_up, text, damaged)]
 
     def _settle(self, ticket: int) -> list[Effect]:
-        """Let go of what has been answered and is not read any more, and ask for more."""
+        """Lets go of answers that are no longer read, and asks for more."""
         asked = self._asked[ticket]
         if asked.open:
             return []

@@ -1,8 +1,8 @@
-"""Room that nobody has asked for yet: for a model that is likely to be, beside what is worth more, and for anything;
-and what it would cost. Pure.
+"""Room ahead of requests: for a model that is likely to be wanted, beside models of more worth; for anything; and the
+cost of such room. Pure.
 
-A model's segments are kept as those of a seat are while they are on their way, under a name that no instance has. Only
-what is worth less for each byte than what comes leaves or moves for it.
+The segments of a model on its way are kept as those of a seat are, under a name that no instance has. Only segments
+worth less per byte are evicted or moved for it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -15,11 +15,11 @@ from dormouse.core.decisions.memory.residency import Residency
 from dormouse.core.decisions.memory.wake_plan import SeatedModel, WakePlan
 
 KEEP: Final = 4.0
-"""What is there is worth so many times as much as it says: copies are not for nothing."""
+"""Factor on the worth of resident segments: copies are not for nothing."""
 
 
 def owner_of(instance: str) -> str:
-    """Whose seat it is that a model has while it is brought. Names of instances have no blanks."""
+    """Owner of the seat that a model has while it is brought. Names of instances have no blanks."""
     return f"preload of {instance}"
 
 
@@ -33,12 +33,11 @@ def bring(
     reserve_nbytes: int = 0,
     roams: Callable[[int], bool] = lambda segment: False,
 ) -> WakePlan | None:
-    """A seat for what is there of its model and what is not, until `Residency.leave` of its owner; None if there is no
-    room.
+    """A seat for all of its model, there or not, until `Residency.leave` of its owner; None if there is no room.
 
     Args:
         worth, nbytes_s: as in `WakeEvictionCost`. ``worth`` has the instance, too.
-        reserve_nbytes: what is to be free afterwards.
+        reserve_nbytes: bytes to be free afterwards.
         roams: as of `Residency.wake`.
     """
     pool = residency.pool
@@ -63,7 +62,7 @@ def bring(
 
 
 def spare(residency: Residency, nbytes: int, worth: Mapping[str, float], nbytes_s: float) -> PoolChange:
-    """Drop the cheapest of what nobody uses, about so many bytes of it."""
+    """Drops the cheapest unused segments, about so many bytes of them."""
     cost = WakeEvictionCost(residency.models, lambda: worth, nbytes_s, residency.pool.nbytes)
     fixed, gone = residency.seats.kept(), list[int]()
     for segment in cost.ascending(residency.pool.segments()):
@@ -78,8 +77,8 @@ def spare(residency: Residency, nbytes: int, worth: Mapping[str, float], nbytes_
 def cheapest_per_byte(
     residency: Residency, worth: Mapping[str, float], nbytes_s: float, seats: Collection[str] = ()
 ) -> float | None:
-    """What a byte of the first segment to be evicted costs, in expected seconds; None if there is none. With ``seats``,
-    of what only these hold.
+    """Cost of a byte of the first segment to be evicted, in expected seconds; None if there is none. With ``seats``, of
+    segments that only these hold.
     """
     pool, by_owner = residency.pool, residency.seats.by_owner
     cost = WakeEvictionCost(residency.models, lambda: worth, nbytes_s, pool.nbytes)

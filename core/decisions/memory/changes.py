@@ -1,4 +1,4 @@
-"""What has changed on a GPU since somebody last looked: for the controller, and for who counts bytes. Pure."""
+"""Changes on a GPU since the last look: for the controller, and for the count of bytes. Pure."""
 
 from collections.abc import Iterable
 
@@ -6,8 +6,9 @@ from dormouse.core.decisions.memory.models import KnownModels
 
 
 class Changes:
-    """``instances``: those whose share of the pool may be another. ``segments``: that came, went, or have other owners;
-    ``seats``: that were given or left, by name. The last two are noted only if somebody ``counts``, who clears them.
+    """``instances``: those whose share of the pool may have changed. ``segments``: those that came, went, or have other
+    owners; ``seats``: those that were given or left, by name. The last two are noted only if ``counts``; its user
+    clears them.
     """
 
     def __init__(self, models: KnownModels) -> None:
@@ -18,7 +19,7 @@ class Changes:
         self.seats: set[str] = set()
 
     def touch(self, segments: Iterable[int]) -> None:
-        """Whoever has these has more or less here than before."""
+        """Notes that the instances that have these have more or less here than before."""
         segments = list(segments)
         sharers, changed = self._models.sharers, self.instances
         for segment in segments:

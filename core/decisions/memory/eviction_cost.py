@@ -1,5 +1,5 @@
-"""What evicting a segment costs: pure. A segment is brought back for whoever needs it next, so its worth is the sum of
-what all who share it say (Tangram §3.2.2, Eq. 2: probability of use times sensitivity).
+"""Cost of evicting a segment: pure. A segment is brought back for the next instance that needs it, so its worth is the
+sum over all instances that share it (Tangram §3.2.2, Eq. 2: probability of use times sensitivity).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,9 +11,9 @@ NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class WakeEvictionCost:
-    """For one wake. ``worth`` tells by instance what a byte is worth, ascending, once something may have to leave; who
-    is not in it is worth nothing. ``nbytes_s`` is the bandwidth of the source that would bring a segment back;
-    ``nbytes`` tells a segment's.
+    """Costs for one wake. ``worth`` returns the worth of a byte by instance, ascending, once a segment may have to
+    leave; an instance that is not in it is worth nothing. ``nbytes_s`` is the bandwidth of the source that would bring
+    a segment back; ``nbytes`` returns a segment's size.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class WakeEvictionCost:
         return self.per_byte(segment) * self._nbytes(segment) / self._nbytes_s
 
     def per_byte(self, segment: int) -> float:
-        """What all who share it say."""
+        """Sum of the worths of all instances that share it."""
         worth = self._worth
         return sum([worth.get(instance, 0.0) for instance in self._models.sharers.get(segment, ())])
 
     def ascending(self, resident: Collection[int]) -> Iterator[int]:
-        """``resident`` segments, the cheapest per byte first; a few of them cost little. Where nobody shares anything,
-        segments of instances without a worth come last: they have just been woken, and nobody was told of them yet.
+        """``resident`` segments, the cheapest per byte first; the first few cost little to find. Where no segment is
+        shared, segments of instances without a worth come last: they have just been woken, and their worth is not
+        reported yet.
         """
         models, worth = self._models, self._worth
         if models.shared:

@@ -1,4 +1,4 @@
-"""Which segments models consist of, and who shares them. Pure."""
+"""Models: their segments, and the instances that share these. Pure."""
 
 from collections.abc import Iterable
 

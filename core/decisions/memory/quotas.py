@@ -1,7 +1,7 @@
-"""What a tenant keeps on a GPU beyond its quota is worth almost nothing there: it goes first. Pure.
+"""Quotas of tenants' models on a GPU: models beyond the quota are worth almost nothing there, and go first. Pure.
 
-The models of most worth fill a tenant's quota, by the bytes that are really there: what several of them share counts
-once. Others of them are over it. Nothing is refused, and nothing leaves as long as there is room.
+The models of most worth fill a tenant's quota, by the bytes that are really there: shared bytes count once. Others of
+them are over it. Nothing is refused, and nothing is evicted as long as there is room.
 """
 
 from collections import Counter
@@ -12,13 +12,13 @@ from dormouse.core.decisions.memory.residency import Residency
 from dormouse.core.holdings import OwnerGroup
 
 OVER: Final = 2.0**-300
-"""Of their worth: less than anything else's but that of copies that another GPU has, too (keeping.py in the scheduling
+"""Factor of their worth: less than any other but that of copies that another GPU has, too (keeping.py in the scheduling
 core). Products of the two stay within a float's limits.
 """
 
 
 class MemoryQuotas:
-    """``limits`` in bytes, by tenant. ``tenant`` tells whose an instance is; "" if nobody knows."""
+    """``limits`` in bytes, by tenant. ``tenant`` returns an instance's tenant; "" if unknown."""
 
     def __init__(self, limits: Mapping[str, int], tenant: Callable[[str], str]) -> None:
         self._limits, self._tenant = limits, tenant
@@ -29,8 +29,8 @@ class MemoryQuotas:
     def adjusted(
         self, worth: Mapping[str, float], held: "Held", kv: Mapping[str, int], coming: str = ""
     ) -> Mapping[str, float]:
-        """What a byte of each model is worth, ascending. ``held``: bytes of models that are there, or of the one that
-        is ``coming``; ``kv``: those of keys and values, by tenant.
+        """Worth of a byte of each model, ascending. ``held``: bytes of models that are there, or of the one that is
+        ``coming``; ``kv``: those of keys and values, by tenant.
         """
         own: dict[str, dict[OwnerGroup, int]] = {tenant: {} for tenant in self._limits}
         for group, nbytes in held.items():
@@ -57,7 +57,7 @@ Held = Mapping[OwnerGroup, int]
 
 
 def _over(names: list[str], groups: Held, left: int) -> set[str]:
-    """Those that do not fit beside what comes before them."""
+    """Models that do not fit beside those before them."""
     counted: set[OwnerGroup] = set()
     over: set[str] = set()
     for name in names:
@@ -72,7 +72,7 @@ def _over(names: list[str], groups: Held, left: int) -> set[str]:
 
 
 def missing(residency: Residency, instance: str) -> Counter[OwnerGroup]:
-    """What a wake would bring, by whose it is."""
+    """Bytes that a wake would bring, by their owners."""
     found: Counter[OwnerGroup] = Counter()
     model = residency.models.by_instance.get(instance)
     for segment, nbytes in model.needs if model is not None else ():
@@ -82,7 +82,7 @@ def missing(residency: Residency, instance: str) -> Counter[OwnerGroup]:
 
 
 def held(residency: Residency) -> tuple[Counter[OwnerGroup], Counter[str]]:
-    """Bytes of models by whose they are, and those of keys and values by their owners; looks at each segment."""
+    """Bytes of models by their owners, and those of keys and values by theirs; looks at each segment."""
     models: Counter[OwnerGroup] = Counter()
     claimed: Counter[str] = Counter()
     for segment in residency.pool.segments():

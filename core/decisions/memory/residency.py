@@ -1,8 +1,9 @@
-"""Decides what is on a GPU: which segments are resident, who shares them, what a wake evicts and what it must copy.
+"""Decides which segments are resident on a GPU, which instances share them, which of them a wake evicts and which it
+must copy.
 
-Pure bookkeeping over one pool: no bytes move here, and nothing knows of torch; only the executor's thread uses it. What
-a seat holds stays where it is until the seat is left. A segment that is pinned for another GPU, which reads it, stays
-where it is and as it is until it is let go, even when nobody here has it in a manifest any more (seats.py).
+Pure bookkeeping over one pool: no bytes move here, and nothing depends on torch; only the executor's thread uses it.
+Segments of a seat stay in place until the seat is left. A segment that is pinned for another GPU, which reads it, stays
+in place and unchanged until it is let go, even when it is in no manifest here any more (seats.py).
 """
 
 import itertools
@@ -35,7 +36,7 @@ class Residency:
         self.moved_nbytes = 0
         self._arriving: set[int] = set()  # they have a place, and not all of their bytes are there
         self.seats = Seats()
-        self._claims = itertools.count(-1, -1)  # numbers of what is written in place
+        self._claims = itertools.count(-1, -1)  # numbers of segments that are written in place
         self.changes = Changes(self.models)
 
     # --- models
@@ -75,18 +76,18 @@ class Residency:
     ) -> WakePlan:
         """Give ``instance`` a seat: make room for all of its segments, and keep them here until it leaves.
 
-        Of what others have, the cheapest leaves (`WakeEvictionCost`). Segments of the instance itself are evicted only
+        The cheapest of others' segments leave (`WakeEvictionCost`). Segments of the instance itself are evicted only
         if nothing else helps.
 
         Args:
             worth, nbytes_s: see `WakeEvictionCost`.
             reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
-            wish_nbytes: what is to be left free beside that if it can be had.
+            wish_nbytes: bytes to remain free beside that if possible.
             alone: no other seat could be left to make room: then its own segments may make room for each other.
             roams: whether a segment needs no address that it has had (`Pool.place`).
 
         Raises:
-            ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
+            ModelTooLarge: beside others' seats there is no room; it has no seat.
         """
         assert not self.seated(instance), f"{instance} has a seat"
         seat = SeatedModel(self.models.by_instance.get(instance) or ModelLayout(()))
@@ -139,13 +140,13 @@ class Residency:
             self.moved_nbytes += plan.moved_nbytes
             self._arriving.update([move.segment for move in plan.moves])
         self.changes.touch(plan.evicted)
-        self.changes.touch(placed)  # what comes for one comes for all who share it
+        self.changes.touch(placed)  # bytes that come for one instance come for all that share them
         wake.missing = [(segment, placed[segment], nbytes) for segment, nbytes in missing]
         self.seats.by_owner[owner] = seat
         self.changes.note((), owner)
 
     def missing_nbytes(self, instance: str) -> int:
-        """What a wake of it would bring."""
+        """Bytes that a wake of it would bring."""
         model = self.models.by_instance.get(instance)
         return 0 if model is None else model.needs_nbytes - self.resident_nbytes(instance)
 
@@ -153,11 +154,11 @@ class Residency:
         return instance in self.seats.by_owner
 
     def holders(self, segment: int) -> Collection[str]:
-        """Who has this in its newest model; if nobody has, whose seats hold it."""
+        """Instances that have this in their newest model; if there are none, those whose seats hold it."""
         return self.sharers(segment) or self.seats.holders(segment)
 
     def leave(self, instance: str) -> list[int]:
-        """Its seat is given up. Returns what it held."""
+        """Its seat is given up. Returns the seat's segments."""
         self.changes.note((), instance)
         return self.seats.leave(instance)
 
@@ -176,19 +177,19 @@ class Residency:
         return segment in self._arriving
 
     def claimed(self, instance: str) -> Collection[int]:
-        """What only its seat has: segments that are written in place, and KV."""
+        """Segments that only its seat has: those written in place, and KV."""
         return self.seats.by_owner[instance].claimed.keys()
 
     def arrived(self, segment: int) -> None:
-        """Its bytes are there, and where the books say: others may read them."""
+        """Its bytes are at its place in the books: others may read them."""
         self._arriving.discard(segment)
 
     # --- changes
 
     def claim(self, instance: str, segment: int, tenant: str = "") -> int | None:
-        """A command of ``instance`` is about to write the segment in place: the number that its bytes have from now on,
-        as they are that segment's no more; to be renamed or dropped at the end of the lease. None if somebody else has
-        it or reads it, or gets its memory as it is.
+        """A command of ``instance`` is about to write the segment in place. Returns the number of its bytes from now
+        on, as they are that segment's no more; to be renamed or dropped at the end of the lease. Returns None if
+        another instance has it or reads it, or gets its memory as it is.
         """
         if segment not in self.pool or self.sharers(segment) != {instance} or self.seats.pinned(segment):
             return None
@@ -216,9 +217,9 @@ class Residency:
         reserve_nbytes: int = 0,
         evict: bool = True,
     ) -> tuple[list[int], PoolChange] | None:
-        """Room for so many segments of ``nbytes`` that only this seat has (KV), which need not have a model: the
-        cheapest of what nobody uses leaves for them, as for a wake; with ``evict`` False, nothing does. None if there
-        is no room. ``owner`` names whose memory it is, for clearing.
+        """Makes room for so many segments of ``nbytes`` that only this seat has (KV), which need not have a model: the
+        cheapest unused segments leave for them, as for a wake; with ``evict`` False, none do. Returns None if there is
+        no room. ``owner`` names the owner of the memory, for clearing.
         """
         fixed: Container[int] = self.seats.kept() if evict else self.pool.segments()
         cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
@@ -242,7 +243,7 @@ class Residency:
         return numbers, plan
 
     def rename(self, claimed: int, segment: int) -> None:
-        """What was claimed is a new segment; its bytes stay where they are."""
+        """A claimed segment is a new segment now; its bytes stay where they are."""
         self.pool.rename(claimed, segment)
         self.seats.rename(claimed, segment)
         self.changes.touch((claimed, segment))
@@ -261,7 +262,7 @@ class Residency:
         return plan
 
     def forget(self, segments: Iterable[int]) -> PoolChange:
-        """Drop these, also from a seat; what is pinned is dropped when it is let go."""
+        """Drops these, also from a seat; pinned segments are dropped when they are let go."""
         gone, claims = [], []
         for segment in segments:
             if segment not in self.pool:
@@ -284,20 +285,20 @@ class Residency:
         return plan
 
     def alone(self, instances: Collection[str]) -> list[int]:
-        """What is here of these instances' models, of no other's, and in nobody's seat."""
+        """Segments of these instances' models that are here, in no other model, and in no seat."""
         fixed, names = self.seats.kept(), set(instances)
         known = [self.models.by_instance[name] for name in names if name in self.models.by_instance]
         found = {segment for model in known for segment in model.nbytes if segment in self.pool.segments()}
         return sorted(each for each in found if each not in fixed and names.issuperset(self.sharers(each)))
 
     def relieve(self) -> PoolChange:
-        """Drop all but what seats hold: an operation is out of memory."""
+        """Drops all but the seats' segments: an operation is out of memory."""
         fixed = self.seats.kept()
         return self.forget([segment for segment in self.pool.segments() if segment not in fixed])
 
     @property
     def fixed_nbytes(self) -> int:
-        """What :meth:`relieve` would leave."""
+        """Bytes that would remain after :meth:`relieve`."""
         return sum(aligned(self.pool.nbytes(segment)) for segment in self.seats.kept() if segment in self.pool)
 
     # --- other GPUs
@@ -318,13 +319,13 @@ class Residency:
         return found
 
     def let_go(self, segments: Iterable[int]) -> list[int]:
-        """Undo :meth:`pin`; returns what is to be forgotten now."""
+        """Undo :meth:`pin`; returns the segments to forget now."""
         return self.seats.let_go(segments)
 
     # --- numbers
 
     def stats(self, activation_nbytes: int) -> PoolStats:
-        """What the memory is used for, with so much of it in activations. What is KV, it does not know."""
+        """Memory by use, with so much of it in activations. KV is not counted apart."""
         pool, activations = self.pool, min(activation_nbytes, self.pool.free_nbytes)
         return PoolStats(
             weights_nbytes=pool.used_nbytes,
@@ -338,7 +339,7 @@ class Residency:
 
     @property
     def occupied_nbytes(self) -> int:
-        """What is not there for activations."""
+        """Bytes that activations cannot have."""
         return self.pool.used_nbytes + self.pool.lost_nbytes
 
     @property
@@ -352,12 +353,12 @@ class Residency:
         return 0 if model is None else sum([nbytes for segment, nbytes in model.nbytes.items() if segment in resident])
 
     def changed(self) -> list[tuple[str, int]]:
-        """Instances whose resident bytes may have changed since the last call, with what they are now."""
+        """Instances whose resident bytes may have changed since the last call, with these bytes."""
         names, self.changes.instances = self.changes.instances, set()
         return [(name, self.resident_nbytes(name)) for name in sorted(names) if name in self.models.by_instance]
 
     def check(self) -> None:
-        """Assert that the books agree with each other and with the pool."""
+        """Asserts that the books agree with each other and with the pool."""
         self.pool.check()
         resident = set(self.pool.segments())
         self.seats.check(resident)

@@ -1,5 +1,5 @@
-"""Who keeps which segments on one GPU: instances by their seats, and other GPUs that read what is pinned for them. Pure
-books: what is where is residency.py's.
+"""Segments kept on one GPU: by instances through their seats, and by other GPUs that read segments pinned for them.
+Pure books; places are residency.py's.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from dormouse.core.decisions.memory.wake_plan import SeatedModel
 
 
 class Seats:
-    """``by_owner`` are instances, and others' names for what is brought (bringing.py)."""
+    """``by_owner`` are instances, and the names under which models are brought (bringing.py)."""
 
     def __init__(self) -> None:
         self.by_owner: dict[str, SeatedModel] = {}
@@ -18,11 +18,11 @@ class Seats:
 
     @property
     def none(self) -> bool:
-        """Nobody keeps anything."""
+        """Whether no segment is kept."""
         return not self.by_owner and not self._pins
 
     def holders(self, segment: int) -> list[str]:
-        """Whose seats hold it."""
+        """Owners whose seats hold it."""
         return [owner for owner, seat in self.by_owner.items() if seat.holds(segment)]
 
     def held(self, segment: int) -> bool:
@@ -30,25 +30,25 @@ class Seats:
         return any(seat.holds(segment) for seat in self.by_owner.values())
 
     def kept(self, but: Collection[str] = ()) -> set[int]:
-        """What seats hold, but these, or other GPUs read."""
+        """Segments that other seats hold, or other GPUs read."""
         held = {segment for owner, seat in self.by_owner.items() if owner not in but for segment in seat.held}
         return held.union(self._pins)
 
     def leave(self, owner: str) -> list[int]:
-        """What its seat held."""
+        """Removes its seat; returns the seat's segments."""
         seat = self.by_owner.pop(owner, None)
         return [] if seat is None else [*seat.model.nbytes, *seat.claimed]
 
-    # --- what is written in place
+    # --- segments written in place
 
     def rename(self, claimed: int, segment: int) -> None:
-        """What was claimed is a new segment."""
+        """A claimed segment is a new segment now."""
         for seat in self.by_owner.values():
             if claimed in seat.claimed:
                 seat.claimed[segment] = seat.claimed.pop(claimed)
 
     def drop(self, segment: int) -> bool:
-        """It is no seat's any more. False: it is pinned, and goes when it is let go."""
+        """No seat has it any more. Returns False if it is pinned, and goes when it is let go."""
         if segment in self._pins:
             self._doomed.add(segment)
             return False
@@ -65,11 +65,11 @@ class Seats:
         self._pins[segment] += 1
 
     def doomed(self, segment: int) -> bool:
-        """It is to go as soon as nobody reads it."""
+        """Whether it is to go as soon as no GPU reads it."""
         return segment in self._doomed
 
     def let_go(self, segments: Iterable[int]) -> list[int]:
-        """Undo :meth:`pin`; returns what is to be forgotten now."""
+        """Undo :meth:`pin`; returns the segments to forget now."""
         ready = []
         for segment in segments:
             self._pins[segment] -= 1

@@ -1,8 +1,8 @@
 """Decides how a list of segment copies becomes a list of chunks; pure, no memory is touched here.
 
-Neighbours on both sides are merged, because per-copy overhead is what separates hundreds of small tensors from the
-link's bandwidth; the merged runs are cut into chunks of about the link's elbow size, because a chunk is the unit at
-which computation can begin.
+Neighbours on both sides are merged, because per-copy overhead keeps hundreds of small tensors below the link's
+bandwidth; the merged runs are cut into chunks of about the link's elbow size, because a chunk is the unit at which
+computation can begin.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dormouse.core.freelist import aligned
 
 
 class Kind(Enum):
-    """Over which link bytes come."""
+    """The link over which bytes come."""
 
     SLAB = "host"
     PEER = "peer"
@@ -22,7 +22,7 @@ class Kind(Enum):
 
 
 class Origin(NamedTuple):
-    """What a copy reads from: a slab or another GPU, by its number, or this pool."""
+    """Source of a copy: a slab or another GPU, by its number, or this pool."""
 
     kind: Kind
     number: int

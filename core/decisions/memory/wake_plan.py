@@ -1,5 +1,5 @@
-"""What a wake changes on a GPU, or why it cannot, and what the books there (residency.py) know of one instance: its
-model and its seat. Values only.
+"""Changes of a wake on a GPU, or the reason why it is impossible, and the state of one instance in the books there
+(residency.py): its model and its seat. Values only.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from dormouse.core.quantities import size, sizes
 
 
 class ModelTooLarge(Exception):
-    """The model cannot fit into this GPU. The text has the numbers; ``plan`` says how the pool has changed all the
-    same.
+    """The model cannot fit into this GPU. The text has the numbers; ``plan`` has the changes of the pool, which
+    remain.
     """
 
     def __init__(self, text: str, plan: PoolChange) -> None:
@@ -20,7 +20,7 @@ class ModelTooLarge(Exception):
 
 
 def refuse_too_large(model: ModelLayout, capacity: int, reserve_nbytes: int) -> None:
-    """If it is larger than what the GPU has beside what is reserved."""
+    """Raises ModelTooLarge if it is larger than the GPU's memory beside the reserve."""
     needed = model.needs_nbytes
     if needed > capacity - reserve_nbytes:
         needs, has = sizes(needed, capacity)
@@ -34,7 +34,7 @@ def refuse_too_large(model: ModelLayout, capacity: int, reserve_nbytes: int) -> 
 
 @dataclass
 class WakePlan:
-    """What a wake changed in the books, to be carried out in order: first the plans of the pool."""
+    """Changes of a wake in the books, to be carried out in order: first the plans of the pool."""
 
     plans: list[PoolChange] = field(default_factory=list)
     missing: list[tuple[int, int, int]] = field(default_factory=list)  # (segment, offset, nbytes), first use first

@@ -1,1 +1,1 @@
-"""What becomes of requests, functions and instances: decisions alone. In: events, and the time. Out: actions."""
+"""Decisions about requests, functions and instances. In: events, and the time. Out: actions."""

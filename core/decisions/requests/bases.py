@@ -1,7 +1,7 @@
-"""The part of the router's policy on functions with LoRA adapters and their bases: which of them may come and go. Pure.
+"""The part of the router's policy on functions with LoRA adapters and their bases: the changes that these allow. Pure.
 
-A function with an adapter has its base's files itself, so it goes on as it is when its base is deployed anew. It names
-its base to clients (`parent`), so that is not removed, nor becomes something else, as long as there are adapters of it.
+A function with an adapter has its base's files itself, so it goes on unchanged when its base is deployed anew. It names
+its base to clients (`parent`), so the base is neither removed nor deployed as something else while it has adapters.
 """
 
 from dormouse.core.decisions.requests import failures
@@ -17,7 +17,7 @@ def adapters_of(p: RouterState, name: str) -> list[str]:
 
 
 def deploy_refusal(p: RouterState, spec: m.FunctionSpec) -> m.Failure | None:
-    """Why this cannot be deployed."""
+    """Reason why this cannot be deployed."""
     base = "" if spec.llm is None else spec.llm.base
     if (spec.llm is None or base) and (adapters := adapters_of(p, spec.name)) and adapters != [spec.name]:
         return failures.has_adapters(spec.name, adapters, "become something else than a language model")
@@ -30,6 +30,6 @@ def deploy_refusal(p: RouterState, spec: m.FunctionSpec) -> m.Failure | None:
 
 
 def removal_refusal(p: RouterState, name: str) -> m.Failure | None:
-    """Why this cannot be removed."""
+    """Reason why this cannot be removed."""
     adapters = adapters_of(p, name)
     return failures.has_adapters(name, adapters, "be removed") if adapters else None

@@ -1,16 +1,16 @@
-"""The part of the router's policy on functions that call functions: which call may be, and when it ends. Pure: acts on
-a RouterState and does no I/O.
+"""The part of the router's policy on functions that call functions: which calls are permitted, and when they end. Pure:
+acts on a RouterState and does no I/O.
 
     OPEN --the shell submits it--> a request like any other --its fate--> over
      |
      +--LeaveCall, or the request that calls is over--> left: its request is dropped, or fails when it arrives
 
-A call is of one request that its instance runs, and never outlives that. All that a call may be known by, the router
-knows itself: an instance says only which of its own requests calls, and whom. So nothing that an instance makes up lets
-it call whom its deployer did not name, or another tenant's function, or deeper.
+A call belongs to one request that its instance runs, and never outlives it. The router itself knows everything that
+identifies a call: an instance says only which of its own requests calls, and which function. So no message of an
+instance lets it call a function that its deployer did not name, or another tenant's function, or deeper.
 
 Instances wait for one another while they call. That ends, because calls go one way (circles.py): a function is not
-called by one that it may call itself, whatever lies between. GPUs need no such rule, as who waits has no turn
+called by one that it may call itself, directly or not. GPUs need no such rule, as a waiting instance has no turn
 (docs/design/lease.md).
 """
 
@@ -23,16 +23,16 @@ from dormouse.core.names import base_of
 from dormouse.schemas import messages as m
 
 MAX: Final = 32
-"""Calls of one instance that have no answer, whichever of its requests they are of. Half of the messages that may wait
-for one that does not read (router/instances/instances.py).
+"""Most unanswered calls of one instance, over all of its requests. Half of the messages that may wait for an instance
+that does not read (router/instances/instances.py).
 """
 
 DEPTH: Final = 8
-"""Calls below one another."""
+"""Most nested calls."""
 
 
 def asked(p: RouterState, instance: Instance, call: m.CallFunction) -> bool:
-    """False if it must not be."""
+    """Returns False if the call is not permitted."""
     key = instance.name, call.number
     if key in p.calls or len(call.body) > m.MESSAGE_BODY_NBYTES:
         return False
@@ -79,7 +79,7 @@ def arrived(p: RouterState, number: int, name: str, key: tuple[str, int]) -> Non
 
 
 def leave(p: RouterState, key: tuple[str, int]) -> None:
-    """Nobody waits for its answer any more."""
+    """Its answer is no longer wanted."""
     if (call := p.calls.get(key)) is not None and not call.left:
         call.left = True
         if call.request:
@@ -87,13 +87,13 @@ def leave(p: RouterState, key: tuple[str, int]) -> None:
 
 
 def leave_orphans(p: RouterState) -> None:
-    """The calls of requests that are over, or begin anew."""
+    """Leaves the calls of requests that are over, or begin anew."""
     while p.orphans:
         leave(p, p.orphans.pop())
 
 
 def over(p: RouterState, key: tuple[str, int]) -> None:
-    """It is answered, one way or the other."""
+    """It is answered, by a result or by a failure."""
     call = p.calls.pop(key)
     if (instance := p.instances.get(key[0])) is not None:
         instance.calls -= 1

@@ -13,7 +13,7 @@ from dormouse.schemas import messages as m
 
 def deploy_asked(p: RouterState, asked: e.DeployAsked) -> None:
     ask, spec = asked.ask, asked.spec
-    if not p.catalogue_known:  # the version, and whose functions are here
+    if not p.catalogue_known:  # the version, and the tenants of the functions here
         p.settle(ask, failures.starting())
     elif (name := splits.changing(p, spec.name)) is not None:
         p.settle(ask, failures.busy_changing(name))
@@ -35,7 +35,7 @@ def deploy_asked(p: RouterState, asked: e.DeployAsked) -> None:
 
 
 def within_limits(p: RouterState, spec: m.FunctionSpec) -> m.FunctionSpec:
-    """As it is served, if it was deployed before the node had its limits. Who deploys is refused instead."""
+    """The spec as it is served, if it was deployed before the node had its limits. New deploys are refused instead."""
     most_ms, most_load_ms = int(1000 * p.longest_s), int(1000 * p.longest_load_s)
     if spec.timeout_ms <= most_ms and spec.load_timeout_ms <= most_load_ms:
         return spec
@@ -136,7 +136,7 @@ def not_removed(p: RouterState, name: str, text: str) -> None:
 
 
 def not_kept(p: RouterState, name: str, failure: m.Failure) -> None:
-    """The controller does not keep the version that it was told of; what serves under this name goes on."""
+    """The controller does not keep the version that it was sent; the version served under this name goes on."""
     deploy = p.deploy(name)
     if deploy is None or not deploy.keeping:
         return
@@ -148,7 +148,7 @@ def not_kept(p: RouterState, name: str, failure: m.Failure) -> None:
 
 
 def dismissed(p: RouterState, function: ServedFunction) -> list[Instance]:
-    """Its instances, which from now on are nobody's: to be drained."""
+    """Its instances, which from now on have no function: to be drained."""
     found = [p.instances[name] for name in function.instances]
     function.instance, function.extras = None, {}
     return found

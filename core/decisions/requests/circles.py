@@ -1,4 +1,4 @@
-"""Whom functions may call in the end, by what their deploys say: pure. Calls go one way, or each of two functions could
+"""Functions reachable by calls, as far as deploys permit them: pure. Calls go one way, or each of two functions could
 wait for the other, with all of its instances.
 """
 
@@ -11,13 +11,13 @@ from dormouse.schemas import messages as m
 
 
 def serves(p: RouterState, name: str, tenant: str) -> bool:
-    """Whether a function of this tenant is served under that name: those of others are not there."""
+    """Whether a function of this tenant is served under that name: other tenants' functions do not count."""
     function = p.functions.get(name)
     return function is not None and function.spec.tenant == tenant
 
 
 def way(p: RouterState, tenant: str, start: str, goal: str) -> list[str]:
-    """From one function to another, both included, over what each may call; none if there is none."""
+    """A chain of permitted calls from one function to another, both included; empty if there is none."""
     ways, seen = [[start]], {start}
     for found in ways:  # which grows: the shortest comes first
         if found[-1] == goal:
@@ -30,14 +30,14 @@ def way(p: RouterState, tenant: str, start: str, goal: str) -> list[str]:
 
 
 def closed(p: RouterState, spec: m.FunctionSpec) -> list[str]:
-    """The circle that would be there with this one; none if there would be none."""
+    """The circle that this one would close; empty if none."""
     own = base_of(spec.name)
     ways = (way(p, spec.tenant, name, own) for name in spec.calls)
     return next(([own, *found] for found in ways if found), [])
 
 
 def _called(p: RouterState, tenant: str, name: str) -> Iterator[str]:
-    """By any of its versions that are served."""
+    """Functions that any of its served versions may call."""
     for each in (name, *splits.besides(p, name)):
         if serves(p, each, tenant):
             yield from p.functions[each].spec.calls

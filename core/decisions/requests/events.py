@@ -1,8 +1,8 @@
-"""What the router's policy is told and what it orders: frozen values, no behaviour, no I/O.
+"""Events and actions of the router's policy: frozen values, no behaviour, no I/O.
 
-A *request* here is a client's call, numbered by the shell. A *ticket* numbers one wish for a lease; it is what crosses
-to the controller and to the instance as ``request``, and is never used twice, so that an answer to a withdrawn wish
-cannot be taken for a later one's.
+A *request* here is a client's call, numbered by the shell. A *ticket* numbers one wish for a lease; it crosses to the
+controller and to the instance as ``request``, and is never used twice, so that an answer to a withdrawn wish cannot be
+taken for a later one's.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A whole request for a function; ``route``: by which of OpenAI's routes, if by one."""
+    """A whole request for a function; ``route``: the OpenAI route that it came by, if any."""
 
     request: int
     function: str
@@ -32,14 +32,14 @@ class CallOver:
 
 @dataclass(frozen=True, slots=True)
 class RequesterLeft:
-    """The client is gone."""
+    """The client has disconnected."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTaken:
-    """The client has taken so much more of a streamed answer: it is told in steps of TAKEN_NBYTES or more."""
+    """The client has taken so much more of a streamed answer: reported in steps of TAKEN_NBYTES or more."""
 
     request: int
     nbytes: int
@@ -47,7 +47,7 @@ class ChunkTaken:
 
 @dataclass(frozen=True, slots=True)
 class DeployAsked:
-    """Load this and serve it if it loads. ``version`` is what it becomes; 0: one more than what is served."""
+    """Load this and serve it if it loads. ``version`` is its new version; 0: one more than the version served."""
 
     ask: int
     spec: m.FunctionSpec
@@ -57,7 +57,7 @@ class DeployAsked:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """So many per cent of a function's requests go to this version, which is served beside: that is durable."""
+    """So many per cent of a function's requests go to this version, which is served beside: that is stored durably."""
 
     name: str
     share: int
@@ -96,7 +96,7 @@ class Blamed:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """An instance sent what must not be, or does not read what it is sent."""
+    """An instance sent an invalid message, or does not read its messages."""
 
     instance: str
     text: str
@@ -104,8 +104,8 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class InstanceExited:
-    """Or a session has. ``text`` says how, for people; ``failure`` what its request or load fails with, if there is a
-    better word.
+    """An instance or a session has exited. ``text`` describes it, for people; ``failure`` is the failure of its request
+    or load, if there is a more exact one.
     """
 
     instance: str
@@ -140,7 +140,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """An instance that loads has printed something."""
+    """A loading instance has printed something."""
 
     instance: str
 
@@ -176,9 +176,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds: in its function's queue, waiting for a GPU, in the instance. ``first``
-    says of a language model's what of the last it took to the first token. ``source`` is where the model was; until it
-    had all come to the GPU, ``copy_s`` of ``run_s`` passed, if that is known.
+    """A request's times, in seconds: in its function's queue, waiting for a GPU, in the instance. ``first``: for a
+    language model, the part of the last that it took to the first token. ``source`` is the place of the model; until
+    all of it had come to the GPU, ``copy_s`` of ``run_s`` passed, if that is known.
     """
 
     queue_s: float = 0.0
@@ -195,7 +195,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class BeginStream:
-    """An answer comes in parts; the first one follows. ``timing``: what the request waited until then."""
+    """An answer comes in parts; the first one follows. ``timing``: the request's waits until then."""
 
     request: int
     kind: m.StreamKind
@@ -205,14 +205,14 @@ class BeginStream:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The next parts of streamed answers, by request: an action of its own for each would cost more than it does."""
+    """The next parts of streamed answers, by request: a separate action for each would cost more."""
 
     parts: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The request's fate: this body, or ``nbytes`` of the instance's response area; after parts, that they were all.
+    """The request's fate: this body, or ``nbytes`` of the instance's response area; after parts, the end of the stream.
     Copy before the next action. ``kind`` is its content type, "" for JSON.
     """
 
@@ -237,7 +237,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The request's fate: nobody is left to answer."""
+    """The request's fate: it has no client any more."""
 
     request: int
     timing: Timing = Timing()
@@ -256,7 +256,7 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Make the instance's directory and arena, tell everyone, fork."""
+    """Make the instance's directory and arena, notify everyone, fork."""
 
     instance: str
     spec: m.FunctionSpec
@@ -265,7 +265,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to a forked instance (an Exited follows); a session's socket is closed, after a word of why."""
+    """SIGKILL to a forked instance (an Exited follows); a session's socket is closed, after a message with a reason."""
 
     instance: str
     why: str = ""  # completes "the instance ..."
@@ -281,7 +281,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Clean:
-    """The process is gone: remove all that was its own. ``how`` completes "the instance ..."."""
+    """The process is gone: remove everything that was its own. ``how`` completes "the instance ..."."""
 
     instance: str
     how: str
@@ -295,25 +295,25 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """To the controller."""
+    """A message to the controller."""
 
     message: m.RouterToController
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCall:
-    """Submit what this request of an instance asks of another function, and tell it the answer. CallOver follows."""
+    """Submit the call of this instance's request to another function, and send it the answer. CallOver follows."""
 
     instance: str
     number: int
     caller: int
-    spec: m.FunctionSpec  # of who calls
+    spec: m.FunctionSpec  # of the caller
     call: m.CallFunction
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """Tell an instance that what it asks is not to be."""
+    """Notify an instance that its call is not permitted."""
 
     instance: str
     number: int
@@ -328,7 +328,7 @@ class Settled:
     spec: m.FunctionSpec | None
     failure: m.Failure | None
     warning: str = ""  # of a deploy that went well
-    schema: bytes = b""  # likewise: what its instance says of itself
+    schema: bytes = b""  # likewise: its instance's description of its requests
 
 
 @dataclass(frozen=True, slots=True)

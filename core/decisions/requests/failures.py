@@ -1,4 +1,4 @@
-"""The failures that the router itself answers with, worded once; values, no I/O. ``code`` is what clients test."""
+"""Failures that the router itself returns, worded once; values, no I/O. Clients test ``code``."""
 
 from typing import Final
 
@@ -27,13 +27,13 @@ _RAISED_STATUS: Final = {
 }
 
 REFUSED: Final = "function_refused"
-"""The function has answered with an error that is meant for who has asked."""
+"""The function has answered with an error that is meant for its client."""
 
 PUBLIC_CHARS: Final = 8000
-"""Of what it says there."""
+"""Most characters of such an error."""
 
 CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status < 500) | {REFUSED}
-"""Mistakes of who asks, which say nothing of the function."""
+"""Mistakes of the client, which do not count against the function."""
 
 
 def unknown_function(name: str) -> Failure:
@@ -45,14 +45,14 @@ def unknown_function(name: str) -> Failure:
 
 
 def not_to_be_called(caller: str, name: str, named: tuple[str, ...]) -> Failure:
-    """``named``: whom it may call."""
+    """``named``: the functions that it may call."""
     said = f"only {', '.join(named)}" if named else "no function"
     text = f"function {caller!r} may call {said}: deploy it with --call {name[:100]}, or `call` in its dormouse.toml"
     return Failure(code="call_refused", status=403, text=text)
 
 
 def calls_in_a_circle(way: list[str]) -> Failure:
-    """``way``: from who calls over who is called back to who calls."""
+    """``way``: from the caller over the called function back to the caller."""
     text = (
         f"calls go one way, and {' calls '.join(map(repr, way))}, so each could wait for the other: take one of these "
         "out of what its function may call (--call)"
@@ -233,12 +233,12 @@ def deploy_quarantined(text: str) -> Failure:
 
 
 def not_removed(text: str) -> Failure:
-    """``text``: why the catalogue still has the function."""
+    """``text``: the reason why the catalogue still has the function."""
     return Failure(code="not_removed", status=507, text=f"the function was not removed: {text}", retryable=True)
 
 
 def raised(name: str, code: str, text: str, param: str = "") -> Failure:
-    """What an instance of this function said of its own request; an unknown code is not let through."""
+    """An error that an instance of this function reported for its own request; an unknown code is not passed on."""
     if code not in _RAISED_STATUS:
         code = "function_raised"
     if code == "invalid_request":
@@ -249,7 +249,7 @@ def raised(name: str, code: str, text: str, param: str = "") -> Failure:
 
 
 def refused(text: str, head: AnswerHead) -> Failure:
-    """The function's own error, for who has asked."""
+    """The function's own error, for the client."""
     said = text[:PUBLIC_CHARS]
     return Failure(code=REFUSED, status=head.status, text=said, own=head.code, headers=head.headers)
 
@@ -269,14 +269,14 @@ _LLM_STATUS: Final = {
 
 
 def of_language_model(code: str, text: str, param: str) -> Failure:
-    """What the instance of a language model said of a request; an unknown code is not let through."""
+    """An error that a language model's instance reported for a request; an unknown code is not passed on."""
     status = _LLM_STATUS.get(code, 503)
     known = code if code in _LLM_STATUS else "not_served"
     return Failure(code=known, status=status, text=text, retryable=status == 503, param=param[:100])
 
 
 def wrong_route(spec: FunctionSpec) -> Failure:
-    """Of a function that does not answer what was asked of it over OpenAI's interface."""
+    """For a function that does not serve the requested OpenAI route."""
     if spec.embedding is not None:
         text = f"{spec.name!r} makes embeddings: call it at /v1/embeddings"
     elif spec.llm is not None:

@@ -33,18 +33,18 @@ WORN_WINDOW_S: Final = 60.0
 pauses, because a fork and a load() for each request would take the machine from everybody else."""
 
 LONGEST_LOAD: Final = 12
-"""Times its time limit may a load take that progresses: an hour, if nobody has set another. The node allows none more
-than ``limits.load_timeout_ms``."""
+"""Time limits that a load may last while it progresses: an hour by default. The node allows none more than
+``limits.load_timeout_ms``."""
 
 GONE: Final = 256
-"""Instances that are remembered when they are gone: an executor that died of one's commands may be heard of later."""
+"""Gone instances that are remembered: an executor's death by one's commands may be reported later."""
 
 DEPLOY_RETRIES: Final = 3
 """Attempts to load a new version when an executor dies under it, which is not the version's fault."""
 
 
 def start_wanted(p: RouterState) -> None:
-    """Start instances that are missing; functions with waiting requests first, then deploys, whose user waits too."""
+    """Start missing instances; functions with waiting requests first, then deploys, whose user waits too."""
     if not p.forking or not p.wanted:
         return
     due = [owner for name in p.wanted for owner in without_instance(p, name)]
@@ -96,7 +96,7 @@ def without_instance(p: RouterState, name: str) -> list[ServedFunction | OpenDep
 
 
 MAX_WARNING: Final = 1000
-"""Signs of what an instance tells who deploys it: it ends up in a terminal."""
+"""Characters of an instance's warning to its deployer: it ends up in a terminal."""
 
 
 def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", schema: bytes = b"") -> None:
@@ -117,8 +117,8 @@ def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", 
 
 
 def drain(p: RouterState, instance: Instance, why: str) -> None:
-    """Give no more requests to this instance, which belongs to no function any more. It may finish the request that it
-    runs. ``why`` completes "the instance ...".
+    """Send no more requests to this instance, which has no function any more. It may finish its current request.
+    ``why`` completes "the instance ...".
     """
     instance.draining = why
     ticket = p.tickets.get(instance.ticket or 0)
@@ -136,7 +136,7 @@ def drain(p: RouterState, instance: Instance, why: str) -> None:
 
 
 def replace(p: RouterState, instance: Instance, why: str) -> None:
-    """Another one takes its place at once; it answers what it has."""
+    """Another instance takes its place at once; it finishes its current requests."""
     function = p.serving(instance)
     if function is None:
         return
@@ -149,7 +149,7 @@ def replace(p: RouterState, instance: Instance, why: str) -> None:
 
 
 def kill(p: RouterState, holder: Holder, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
-    """End it now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails with."""
+    """End it now; ``how`` completes "the instance ...", ``failure`` is that of its load or its request."""
     if holder.state is InstanceState.DEAD:
         return
     _lost(p, holder, how, failure, blameless)
@@ -181,8 +181,8 @@ def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None
 
 
 def settle_when_gone(p: RouterState, ask: int, function: str) -> None:
-    """Answer who has it removed once those of its instances that are told to end have: then their memory is free. Who
-    has something to finish is not waited for.
+    """Answer the removal once those of its instances that are told to end have ended: then their memory is free.
+    Instances with unfinished requests are not waited for.
     """
     ending = {each.name for each in p.instances.values() if each.spec.name == function and each.ending}
     if ending:
@@ -214,7 +214,7 @@ def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, b
 
 
 def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
-    """The instance is lost: settle what it had, and see to its replacement."""
+    """The instance is lost: settle its requests and leases, and see to its replacement."""
     was, instance.state = instance.state, InstanceState.DEAD
     # A request that ran may have been the reason; a fault of a request is no reason to hold the function back. But a
     # damaged model is no request's fault: on a bad disk it would be loaded for each of them.
@@ -257,8 +257,8 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
 
 
 def _lose_open(p: RouterState, instance: Instance, how: str, failure: m.Failure | None) -> None:
-    """Of a language model's requests, those that have said nothing yet begin anew, if need be in another instance; so
-    do those of a function that is idempotent.
+    """Of a language model's requests, those without any output yet begin anew, if need be in another instance; so do
+    those of an idempotent function.
     """
     again = instance.spec.llm is not None or instance.spec.idempotent
     if instance.open and instance.spec.llm is None:
@@ -347,7 +347,7 @@ def deploy_failed(p: RouterState, deploy: OpenDeploy, failure: m.Failure, blamel
 
 
 def end_deploy(p: RouterState, deploy: OpenDeploy, failure: m.Failure, how: str, again: bool = False) -> None:
-    """It loads no more; ``again``: this time. Not of one that has loaded."""
+    """Its load ends; ``again``: for this time. Not for a deploy that has loaded."""
     if deploy.instance is not None and (instance := queueing.live(p, deploy.instance)) is not None:
         kill(p, instance, how, failure, blameless=again)
     elif not again:

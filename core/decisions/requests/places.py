@@ -1,11 +1,11 @@
-"""The part of the router's policy on who may load now. Pure: looks at a RouterState and does no I/O.
+"""The part of the router's policy on permission to load. Pure: looks at a RouterState and does no I/O.
 
-Instances that replace others, of functions that are served, have ``limits.loads`` places; versions that are deployed
-and extra instances have as many of their own, so that no deploy keeps what is served from coming back. On a node of
-many tenants, each may have half of either, or one.
+Instances that replace others, of functions that are served, have ``limits.loads`` places; new versions and extra
+instances have as many of their own, so that no deploy keeps served functions from coming back. On a node of many
+tenants, each may have half of either, or one.
 
-An author chooses how long a load lasts. So one that has had its place for HELD_S counts for its own tenant alone: a
-tenant waits so long at most behind others, however many they are.
+An author chooses the length of a load. So one that has had its place for HELD_S counts for its own tenant alone: no
+tenant waits longer than that behind others, however many they are.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ from dormouse.core.decisions.requests.state import Instance, RouterState
 from dormouse.schemas import messages as m
 
 HELD_S: Final = 10.0
-"""Most loads take less; who waits for a place has hardly given up by then."""
+"""Most loads take less, and few clients have given up by then."""
 
 
 class LoadPlaces:
-    """Those that are taken as ``p`` is now."""
+    """Places taken in the current state of ``p``."""
 
     def __init__(self, p: RouterState) -> None:
         self._p = p

@@ -4,11 +4,11 @@
     instance  STARTING --Importing--> LOADING --Loaded--> IDLE <--request--> BUSY      DEAD from anywhere
     deploy    load beside the old version --Loaded--> Deployed --Kept--> switch, drain the old
 
-It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
-one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
-(requests), calls.py (functions that call others), changes.py (deploys), lives.py (instances), quarantine.py (functions
-that end executors), replicas.py (several of one function), splits.py (two versions of one) and queueing.py (queues and
-tickets), all on one RouterState (state.py).
+It does not decide which GPU a request gets, nor the order among functions: the controller does. An instance has one
+request at a time. This module is the interface, and dispatches events; the rules are in serving.py (requests), calls.py
+(functions that call others), changes.py (deploys), lives.py (instances), quarantine.py (functions that end executors),
+replicas.py (several instances of one function), splits.py (two versions of one) and queueing.py (queues and tickets),
+all on one RouterState (state.py).
 """
 
 import heapq
@@ -38,7 +38,7 @@ class RequestPolicy:
         self.picture = picture
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Action]:
-        """Everything that is to be done because of ``event``, in order."""
+        """Returns everything that is to be done because of ``event``, in order."""
         p = self.picture
         p.now_s = now_s
         match event:
@@ -93,15 +93,15 @@ class RequestPolicy:
         return out
 
     def next_deadline_s(self) -> float | None:
-        """When to come back with a Tick."""
+        """Time of the next Tick."""
         return self.picture.timers[0][0] if self.picture.timers else None
 
     def check(self) -> None:
-        """Assert what holds between any two events."""
+        """Asserts the invariants between any two events."""
         self.picture.check()
 
     def missing(self) -> list[str]:
-        """What the node waits for before it is ready; a function that cannot be loaded is not waited for."""
+        """Functions that the node waits for before it is ready; a function that cannot be loaded is not among them."""
         p = self.picture
         if not p.catalogue_known:
             return ["the catalogue"]
@@ -172,7 +172,7 @@ class RequestPolicy:
                 lives.kill(p, holder, f"broke the protocol ({said} while {holder.state.value})")
 
     def _from_instance(self, instance: Instance, message: m.InstanceToRouter) -> bool:
-        """False if this has no place now."""
+        """Returns False if this message is not valid now."""
         p = self.picture
         match message:
             case m.Importing() if instance.state is InstanceState.STARTING:

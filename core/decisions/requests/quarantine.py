@@ -1,9 +1,9 @@
-"""The part of the router's policy on functions of whose commands executors die: blame, quarantine, and its end. Pure:
+"""The part of the router's policy on functions whose commands kill executors: blame, quarantine, and its end. Pure:
 acts on a RouterState and does no I/O.
 
     served --blamed twice in BLAME_WINDOW_S--> quarantined --deploy, or restart--> served
 
-Who is to blame is decided before (core/evidence.py). A version that is only being deployed fails its deploy instead.
+Blame is decided before (core/evidence.py). A version that is only being deployed fails its deploy instead.
 """
 
 from typing import Final
@@ -19,7 +19,9 @@ BLAME_WINDOW_S: Final = 600.0
 
 
 def blamed(p: RouterState, name: str, text: str) -> None:
-    """An executor has died of the commands of instance ``name``, which may be gone by now; ``text`` says how."""
+    """An executor has died of the commands of instance ``name``, which may be gone by now; ``text`` describes the
+    death.
+    """
     spec = p.instances[name].spec if name in p.instances else p.gone.get(name)
     if spec is None:
         return  # a session, which its own user watches
@@ -65,8 +67,8 @@ def hold(p: RouterState, function: ServedFunction, why: str) -> None:
 
 
 def restart_asked(p: RouterState, ask: int, name: str) -> None:
-    """New instances, and another chance for a function in quarantine. A deploy goes on beside it; of what is not served
-    yet, the load begins anew.
+    """New instances, and another chance for a function in quarantine. A deploy goes on beside it; a version not served
+    yet begins its load anew.
     """
     function, deploy = p.functions.get(name), p.deploy(name)
     if function is None and deploy is not None and not deploy.keeping:

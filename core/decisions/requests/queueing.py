@@ -1,7 +1,5 @@
-"""The part of the router's policy on queues and tickets: what a request, an instance and a wish for a lease do to one
-another. Pure: acts on a RouterState and does no I/O.
-
-It knows nothing of how instances come and go: that is lives.py, which builds on this.
+"""The part of the router's policy on queues and tickets: the effects of requests, instances and wishes for leases on
+one another. Pure: acts on a RouterState and does no I/O.
 """
 
 from bisect import bisect_left
@@ -26,12 +24,11 @@ from dormouse.core.replicas import beyond_share, token_due_s
 from dormouse.schemas import messages as m
 
 SILENT_S: Final = 2.0
-"""An instance that was told to give a request up, or to leave, has this long: few operations of torch hold it longer.
-"""
+"""Time for an instance to give a request up, or to leave, when told to: few operations of torch hold it longer."""
 
 
 def absent(p: RouterState, name: str) -> m.Failure:
-    """Why there is no such function: before the catalogue is known, nobody can say that there is none."""
+    """The failure for an unknown function: before the catalogue is known, it may exist."""
     return failures.unknown_function(name) if p.catalogue_known else failures.starting()
 
 
@@ -60,29 +57,29 @@ def acquire(
 
 
 def due_at_s(instance: Instance, request: Request) -> float:
-    """When it is to be answered there: not later than the request that calls it."""
+    """Deadline of its answer there: not later than that of the request that calls it."""
     return min(request.arrived_s + instance.spec.deadline_ms / 1000, request.due_s)
 
 
 def left_ms(p: RouterState, instance: Instance, request: Request) -> int:
-    """How long it has until its deadline there."""
+    """Time until its deadline there."""
     return instance.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
 
 
 def due_ms(p: RouterState, instance: Instance, request: Request) -> int:
-    """The same, but not longer than the request that calls it has."""
+    """The same, but at most the time of the request that calls it."""
     own_ms = left_ms(p, instance, request)
     return own_ms if request.due_s == inf else min(own_ms, int((request.due_s - p.now_s) * 1000))
 
 
 def over(p: RouterState, request: Request) -> None:
-    """It is answered, or begins anew: nobody waits for what it has called."""
+    """It is answered, or begins anew: its own calls have no use any more."""
     p.orphans += request.calls
     request.calls = {}
 
 
 def batch_changed(p: RouterState, instance: Instance, came: Request | None = None, left: int = 0) -> None:
-    """A request has come, or that of a ticket left: the controller hears so while it decides on the next batch."""
+    """A request has come, or that of a ticket left: the controller is notified while it decides on the next batch."""
     ticket = p.tickets.get(instance.own or 0)
     if not instance.spec.batch or ticket is None or instance.own is None or ticket.lease is not None:
         return
@@ -105,7 +102,7 @@ def disown(p: RouterState, holder: Holder) -> None:
 
 
 def given_back(p: RouterState, number: int, used: bool, taken: int = 0, together: int = 0) -> None:
-    """The instance says that it is through with its lease; the controller sees to it that this is so."""
+    """The instance reports that it is through with its lease; the controller ensures that."""
     ticket = p.tickets.pop(number, None)
     if ticket is not None and not ticket.done:
         p.tell(m.Answered(request=number, used=used, taken=taken, together=together))
@@ -130,7 +127,7 @@ def met(p: RouterState, request: Request, instance: Instance) -> None:
 
 
 def requeue(p: RouterState, request: Request) -> None:
-    """Back to where it was in its queue, and on to an idle instance; its ticket must be settled already."""
+    """Puts it back into its place in the queue, and on to an idle instance; its ticket must be settled already."""
     function = p.functions[request.function]
     put_back(p, function, request)
     feed(p, function)
@@ -148,8 +145,8 @@ def put_back(p: RouterState, function: ServedFunction, request: Request) -> None
 
 def feed(p: RouterState, function: ServedFunction) -> None:
     """Let the first requests of the queue ask for leases, one for each idle instance. The first instance comes first,
-    so that extras that are not needed stay idle. If requests are left over, instances stop what nobody waits for any
-    more. In quarantine all requests fail.
+    so that needless extras stay idle. If requests remain, instances stop requests whose clients are gone. In quarantine
+    all requests fail.
     """
     while function.quarantine and function.queue:
         fail(p, function.queue.popleft(), failures.quarantined(function.spec.name, function.quarantine))
@@ -173,8 +170,8 @@ def feed(p: RouterState, function: ServedFunction) -> None:
 
 
 def _fill(p: RouterState, function: ServedFunction, most: int) -> None:
-    """An instance that has many requests at once asks for a lease when it wants one. A request goes to the one that has
-    fewest.
+    """An instance that has many requests at once asks for a lease when it wants one. A request goes to the instance
+    with the fewest.
     """
     while function.queue:
         serving = [p.instances[name] for name in function.instances]
@@ -203,7 +200,7 @@ def unleased(p: RouterState, holder: Holder) -> None:
 
 
 def due_s(request: Request, llm: m.LlmSettings) -> float:
-    """When it is to have its first token, or is expected to be late."""
+    """Time by which it is to have its first token, or is expected to be late."""
     return token_due_s(request.arrived_s, llm.ttft_ms / 1000)
 
 
@@ -230,7 +227,7 @@ def share_out(p: RouterState, function: ServedFunction) -> None:
 
 
 def _request(p: RouterState, number: int) -> Request | None:
-    """Who waits for this ticket."""
+    """The request that waits for this ticket."""
     ticket = p.tickets[number]
     return None if ticket.request is None else p.requests[ticket.request]
 
@@ -249,9 +246,7 @@ def through(p: RouterState, instance: Instance, number: int) -> None:
 
 
 def stop(p: RouterState, instance: Instance) -> None:
-    """If nobody waits any more for the request that an instance runs, tell it once to give that up; then it has
-    SILENT_S.
-    """
+    """If the client of an instance's request is gone, tell the instance once to give it up; then it has SILENT_S."""
     number = instance.ticket
     ticket = None if number is None else p.tickets.get(number)
     if number is None or ticket is None or ticket.request is not None or ticket.stopping:
@@ -262,7 +257,7 @@ def stop(p: RouterState, instance: Instance) -> None:
 
 
 def first_for(p: RouterState, request: Request) -> Request:
-    """Which request takes the lease that was wished for ``request``: the first of its function that has none, so that
+    """The request that takes the lease wished for ``request``: the first of its function that has none, so that
     requests start in order of arrival. Any instance of the function may answer it; the two change places.
     """
     function, ticket = p.functions[request.function], request.ticket
@@ -307,7 +302,7 @@ def idle(p: RouterState, instance: Instance) -> None:
 
 
 def end(p: RouterState, instance: Instance, why: str) -> None:
-    """Let an idle instance leave by itself: no GPU is to be made ready for it, nor kept."""
+    """Let an idle instance leave by itself: no GPU is to be prepared or kept for it."""
     instance.state, instance.ending = InstanceState.DEAD, why
     disown(p, instance)
     p.send(instance.name, m.Exit())

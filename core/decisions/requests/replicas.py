@@ -1,10 +1,10 @@
 """The part of the router's policy on several instances of one function: when one is added, when an extra one ends, and
-what becomes of them when the function turns out to have state. Pure: acts on a RouterState and does no I/O.
+their end when the function turns out to have state. Pure: acts on a RouterState and does no I/O.
 
 A function that is deployed as stateless gets one more instance when all of this holds:
 
 * Every instance that it has holds a lease. One that is idle or loads will take a request soon; one that waits for a GPU
-  shows that instances are not what is missing. With ``concurrency``, one that is full and wants no GPU is as good: its
+  shows that instances are not lacking. With ``concurrency``, one that is full and wants no GPU is as good: its
   requests wait for other things.
 * The last request of its queue is expected to be late: (queued / instances / at once + 1) x the recent time of a
   request is more than the deadline. At once are a batch, or ``concurrency``. Instances with batches have up to two of
@@ -19,7 +19,7 @@ one (decisions/scheduling/granting.py). It has many requests at once and no queu
 one more:
 
 * Some request has no token after half of ``ttft_ms``, or recent answers took longer for each further token than
-  ``tpot_ms``; and an instance has more than one request: others are what they wait for.
+  ``tpot_ms``; and an instance has more than one request: these wait for each other.
 * Every instance has begun an answer since it has its lease. One that has not yet wakes, or waits for a GPU, and another
   would be no sooner.
 
@@ -28,8 +28,8 @@ When the new one has loaded, it gets its share of the requests that have no toke
 An extra ends when it has had nothing to do for ``limits.extra_idle_ms``. It is the one that had least to do: the
 instance that is first in Function.instances gets requests first.
 
-Nobody can see that a function has no state in Python. A change of its model is seen, because executors tell: from then
-on its instances would answer differently, so all but the first end, and no more are started until it is deployed anew.
+State of a function in Python is invisible. A change of its model is seen, because executors report it: from then on its
+instances would answer differently, so all but the first end, and no more are started until it is deployed anew.
 """
 
 from dormouse.core.decisions.requests import events as e
@@ -51,14 +51,14 @@ def measured(p: RouterState, function: ServedFunction, run_s: float, tokens: m.T
 
 
 def limit(p: RouterState, function: ServedFunction) -> int:
-    """How many instances it may have now: never more than could run at once."""
+    """Most instances that it may have now: never more than could run at once."""
     if not function.spec.stateless or function.writes:
         return 1
     return most_instances(function.spec.max_instances, p.gpus)
 
 
 def add(p: RouterState) -> None:
-    """Start the extra instances that are called for; see the module."""
+    """Starts the extra instances that the module's rules call for."""
     for name in list(p.crowded):
         function = p.functions.get(name)
         if function is None or not function.spec.stateless or not (function.queue or _tokens_late(p, function)):
@@ -84,7 +84,7 @@ def _called_for(p: RouterState, function: ServedFunction) -> bool:
 
 
 def _busy(p: RouterState, instance: Instance) -> bool:
-    """Whether it has what it needs, and yet takes no more requests."""
+    """Whether it has a lease where needed, and yet takes no more requests."""
     if instance.spec.concurrency > 1 and instance.own is None:
         return len(instance.open) >= instance.spec.concurrency
     ticket = p.tickets.get(instance.own or 0 if instance.open else instance.ticket or 0)
@@ -112,11 +112,11 @@ def late(p: RouterState, number: int) -> None:
 
 
 def _room(p: RouterState, spec: m.FunctionSpec) -> bool:
-    """Whether the node has room for one more extra of this tenant, and a GPU that nobody else wants."""
+    """Whether the node has room for one more extra of this tenant, and a GPU that no one else wants."""
     extras = [p.instances[name] for function in p.functions.values() for name in function.extras]
     idle = {each.own for each in p.instances.values() if each.own is not None and not each.open}
     own = sum(each.spec.tenant == spec.tenant for each in extras)
-    places = LoadPlaces(p)  # what is missing loads first
+    places = LoadPlaces(p)  # missing instances load first
     if own >= p.part(p.extra_instances) or not all(places.free(spec, replaces) for replaces in (False, True)):
         return False
     return has_room(

@@ -1,11 +1,11 @@
-"""Whose runtime computes for an instance of a language model: pure."""
+"""Names of runtimes that compute for instances of a language model: pure."""
 
 from dormouse.schemas import messages as m
 
 
 def runtime_group(spec: m.FunctionSpec) -> str:
-    """Whose instances one runtime may compute for: those of a tenant that serve the same files in the same way, with
-    adapters or without. "" for a runtime of its own.
+    """The group of instances that one runtime may compute for: those of a tenant that serve the same files in the same
+    way, with adapters or without. "" for a runtime of its own.
     """
     llm = spec.llm
     backbone = "" if llm is None else llm.backbone or spec.content

@@ -1,5 +1,5 @@
-"""The part of the router's policy on a request's way: arrives, is granted, refused, loses its GPU, is answered, runs
-out of time. Pure: acts on a RouterState and does no I/O.
+"""The part of the router's policy on the life of a request: arrives, is granted, refused, loses its GPU, is answered,
+runs out of time. Pure: acts on a RouterState and does no I/O.
 """
 
 import math
@@ -25,8 +25,8 @@ SESSION_DEADLINE_MS: Final = 1000
 """Sessions have no deadline of their own; a person waits."""
 
 ABANDONED_S: Final = 0.5
-"""How often it is looked whether a request that nobody waits for keeps a GPU from another function's, which must have
-waited as long; one of its own function stops it at once.
+"""Interval of checks whether a request without a client keeps a GPU from another function's, which must have waited as
+long; a waiting request of its own function stops it at once.
 """
 
 
@@ -83,7 +83,7 @@ def left(p: RouterState, number: int) -> None:
 
 
 def _withdraw(p: RouterState, request: Request) -> None:
-    """It waits no longer, neither in its queue nor for a lease; its fate is decided."""
+    """It no longer waits, neither in its queue nor for a lease; its fate is decided."""
     if request.phase is Phase.QUEUED:
         p.functions[request.function].queue.remove(request.number)
     else:
@@ -93,7 +93,7 @@ def _withdraw(p: RouterState, request: Request) -> None:
 
 
 def abandoned(p: RouterState, instance: Instance, number: int) -> None:
-    """A request runs on that nobody waits for: does it keep a GPU from others?"""
+    """A request without a client runs on: does it keep a GPU from others?"""
     longest_s = max((p.now_s - r.acquired_s for r in p.requests.values() if r.phase is Phase.WAITING), default=0.0)
     if longest_s >= ABANDONED_S:
         queueing.stop(p, instance)
@@ -125,7 +125,7 @@ def granted(
 
 
 def awoken(p: RouterState, number: int, wake_s: float, source: m.WokenFrom) -> None:
-    """All that a lease missed has come, from there; its request may be over."""
+    """All missing bytes of a lease have come, from ``source``; its request may be over."""
     ticket = p.tickets.get(number)
     if ticket is None:
         return
@@ -168,7 +168,7 @@ def lease_lost(p: RouterState, number: int) -> None:
             queueing.requeue(p, request)
             queueing.idle(p, instance)
             return
-        # The instance decides what the client gets: it may have all its results already.
+        # The instance decides the client's answer: it may have all its results already.
         p.tickets[number] = Ticket(instance.name, ticket.request, ticket.lease, done=True)
         if request is not None:
             request.lost = True
@@ -212,7 +212,7 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
 
 
 def parts(p: RouterState, instance: Instance, came: list[m.AnswerPart]) -> bool:
-    """The next parts of answers. False if one must not be."""
+    """The next parts of answers. Returns False if one is not permitted."""
     passed: list[tuple[int, bytes]] = []
     right = all(_part(p, instance, part, passed) for part in came)
     if passed:
@@ -221,13 +221,13 @@ def parts(p: RouterState, instance: Instance, came: list[m.AnswerPart]) -> bool:
 
 
 def _part(p: RouterState, instance: Instance, part: m.AnswerPart, passed: list[tuple[int, bytes]]) -> bool:
-    """False if it must not be: the first says its kind, and none is sent unasked."""
+    """Returns False if it is not permitted: the first states its kind, and none is sent unasked."""
     if not runs(p, instance, part.request):
         return False
     name = p.tickets[part.request].request
     if name is None:
-        if part.request not in instance.open:  # one of a language model's has been told already
-            queueing.stop(p, instance)  # nobody will take it
+        if part.request not in instance.open:  # a language model's instance has been notified already
+            queueing.stop(p, instance)  # it has no client any more
         return True
     request = p.requests[name]
     if request.streams == (part.kind is not None) or len(part.body) > m.CHUNK_NBYTES:
@@ -243,7 +243,7 @@ def _part(p: RouterState, instance: Instance, part: m.AnswerPart, passed: list[t
 
 
 def begun(p: RouterState, instance: Instance, first: m.AnswerBegun) -> bool:
-    """A language model has made the first token of an answer. False if it has no such request."""
+    """A language model has made the first token of an answer. Returns False if it has no such request."""
     number = first.request
     ticket = p.tickets.get(number)
     if ticket is None or number not in instance.open:
@@ -308,11 +308,11 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
     else:
         queueing.given_back(p, number, answer.used)
-    if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
+    if code == "limit_exceeded":  # a full sandbox would fail the next request too
         instance.open.pop(number, None)
         lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
-    elif code == "model_damaged":  # the next request would meet it too, before the store's word is here
+    elif code == "model_damaged":  # the next request would fail by it too, before the store's message is here
         instance.open.pop(number, None)
         failure = failures.raised(instance.spec.name, code, answer.text)
         lives.kill(p, instance, "has lost its stored model", failure)
@@ -321,8 +321,8 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
 
 
 def _part_that_is_full(p: RouterState, tenant: str) -> int | None:
-    """Where tenants have shares, one of them may have its part of the node's queue, once half of that is taken; that
-    part, if it has so many. So who floods the node keeps nobody else out.
+    """Where tenants have shares, a tenant may have its part of the node's queue, once half of that is taken; returns
+    that part, if it has so many. So a tenant that floods the node keeps no other out.
     """
     if not p.shares or 2 * len(p.requests) <= p.max_queue:
         return None
@@ -358,11 +358,11 @@ def ran_out(p: RouterState, number: int) -> None:
     ticket = p.tickets.get(number)
     instance = None if ticket is None else p.instances.get(ticket.instance)
     if instance is None or (instance.ticket != number and number not in instance.open):
-        return  # answered; whether anybody waits for it does not matter
+        return  # answered; its client does not matter
     assert ticket is not None
     request = None if ticket.request is None else p.requests[ticket.request]
     if request is not None and request.streams:  # from one part to the next; that its client reads, the front door sees
-        behind = request.untaken_nbytes >= m.TAKEN_NBYTES  # what is less may have been taken
+        behind = request.untaken_nbytes >= m.TAKEN_NBYTES  # fewer bytes may have been taken
         due_s = (p.now_s if behind else request.moved_s) + instance.spec.timeout_ms / 1000
         if due_s > p.now_s:
             p.at(due_s, t.RunEnds(number))
@@ -375,7 +375,7 @@ def ran_out(p: RouterState, number: int) -> None:
             ticket.request = None
             p.send(instance.name, m.Abandon(request=number))
             queueing.batch_changed(p, instance, left=number)
-        if function:  # code that never waits for anything cannot be told
+        if function:  # code that never waits cannot be notified
             p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
         return
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

@@ -1,7 +1,7 @@
-"""Two versions of a function side by side: which of them a request is for, and what shares come to. Pure.
+"""Two versions of a function side by side: the choice of a request's version, and the meaning of shares. Pure.
 
 Version 4 of `mood` that is served beside the one that has the name is a function `mood@4`: it has a queue, instances,
-a model, alarms and numbers of its own, and its life is that of any function. Only here is it known to be more.
+a model, alarms and numbers of its own, and its life is that of any function. Only this module knows that it is more.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ WHOLE = 100
 
 
 def named(p: RouterState, name: str) -> str:
-    """The function that is meant: `mood@3` is `mood`, as long as this is its version 3."""
+    """The function that a name means: `mood@3` is `mood`, as long as this is its version 3."""
     function = p.functions.get(base_of(name))
     if name in p.functions or function is None or name != beside(base_of(name), function.spec.version):
         return name
@@ -24,8 +24,9 @@ def named(p: RouterState, name: str) -> str:
 
 
 def picked(p: RouterState, name: str) -> str:
-    """Who answers the next request to this name: the version that it says, if it does. Of any hundred other requests in
-    a row, the version beside has exactly its share, evenly spread; none while it is in quarantine, or cannot be loaded.
+    """The function that answers the next request to this name: the version that the name states, if it does. Of any
+    hundred other requests in a row, the version beside has exactly its share, evenly spread; none while it is in
+    quarantine, or cannot be loaded.
     """
     if base_of(name) != name:
         return named(p, name)
@@ -58,15 +59,15 @@ def besides(p: RouterState, name: str) -> list[str]:
 
 
 def changing(p: RouterState, name: str) -> str | None:
-    """What of its function is being changed: of all versions together, one thing at a time."""
+    """The version of its function that is being changed: of all versions together, one change at a time."""
     return next((each for each in p.changes if base_of(each) == base_of(name)), None)
 
 
-# --- what becomes of them
+# --- changes
 
 
 def restore(p: RouterState, traffic: Mapping[str, int]) -> None:
-    """What the catalogue has."""
+    """Takes over the catalogue's shares."""
     names = sorted((name for name in p.functions if base_of(name) != name), key=lambda name: traffic.get(name, 0))
     p.splits = {base_of(name): Split(name, traffic.get(name, 0)) for name in names}
 
@@ -96,8 +97,8 @@ class WantedShares(NamedTuple):
 
 
 def wanted(current: int, asked: Mapping[int, int]) -> WantedShares:
-    """What `3=90 4=10` comes to, where ``current`` has the name: what is left of the whole is its. A version with the
-    whole has the name from then on. Raises ConfigError.
+    """Shares that `3=90 4=10` asks for, where ``current`` has the name: the rest of the whole is its. A version with
+    the whole has the name from then on. Raises ConfigError.
     """
     if not asked:
         raise ConfigError("no version is named; write a version and its share in per cent, such as 4=10")

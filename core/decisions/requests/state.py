@@ -1,4 +1,4 @@
-"""The router's picture of requests, functions and instances; plain data that only the policy changes. No I/O."""
+"""State of requests, functions and instances; plain data that only the policy changes. No I/O."""
 
 import heapq
 from collections import Counter, deque
@@ -59,13 +59,13 @@ class Request:
     acquired_s: float = 0.0
     granted_s: float = 0.0
     wake_nbytes: int = 0
-    source: m.WokenFrom = ""  # where its model was when it was granted
+    source: m.WokenFrom = ""  # the place of its model when it was granted
     copy_s: float | None = None  # until that had come
     lost: bool = False  # RUNNING, and its executor died
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
     first: m.AnswerBegun | None = None  # RUNNING, and a language model has made its first token
-    untaken_nbytes: int = 0  # of that, what the instance was not told to be taken
+    untaken_nbytes: int = 0  # of that, bytes that were not reported to the instance as taken
     moved_s: float = 0.0  # when a part of it last came, or was taken
     version: int = 0  # of its function that it was last handed to
     gpu: int = -1  # RUNNING: of its lease
@@ -108,7 +108,7 @@ class Ticket:
     instance: str  # or session
     request: int | None
     lease: m.Lease | None = None
-    source: m.WokenFrom = ""  # where the model was when it was granted
+    source: m.WokenFrom = ""  # the place of the model when it was granted
     done: bool = False  # its executor was lost, and the lease with it
     stopping: bool = False  # its client has left, and the instance was told to give it up
 
@@ -121,7 +121,7 @@ class OpenCall:
     depth: int
     due_s: float  # when the caller is to be answered
     request: int = 0  # that it is, once the shell has submitted it
-    left: bool = False  # nobody waits for it any more
+    left: bool = False  # its answer is no longer wanted
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Instance:
     name: str
     spec: m.FunctionSpec
     state: InstanceState = InstanceState.STARTING
-    version: int | None = None  # newest manifest version that it has told
+    version: int | None = None  # newest manifest version that it has reported
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load(), or of a language model's seat
     open: dict[int, None] = field(default_factory=dict)  # tickets of requests, of those that have many at once
@@ -154,12 +154,12 @@ class Session:
     name: str
     state: InstanceState = InstanceState.IDLE  # or DEAD
     ending: str = ""  # why it was told to end: completes "the session ..."
-    version: int | None = None  # newest manifest version that it has told
+    version: int | None = None  # newest manifest version that it has reported
     own: int | None = None  # ticket of the lease that it has or wants
 
 
 Holder = Instance | Session
-"""Who can have a lease."""
+"""Holders of leases."""
 
 MAX_OPEN: Final = 256
 """Requests that an instance of a language model has at once; more wait in the queue."""
@@ -175,19 +175,19 @@ def most_open(spec: m.FunctionSpec) -> int:
 
 
 SESSION_TENANT: Final = "default"
-"""To whom sessions count."""
+"""Tenant of all sessions."""
 
 
 @dataclass(slots=True)
 class ServedFunction:
-    """What is served under a name: by its first instance, and by extras if it is stateless."""
+    """The function served under a name: by its first instance, and by extras if it is stateless."""
 
     spec: m.FunctionSpec
     queue: deque[int] = field(default_factory=deque)
     instance: str | None = None
     extras: dict[str, None] = field(default_factory=dict)  # instances beside the first, oldest first
     failure: m.Failure | None = None  # why it is not loaded, while nothing is being tried
-    not_deployed: str = ""  # why the newest version is not what is served
+    not_deployed: str = ""  # why the newest version is not served
     failures: int = 0  # in a row
     retry_s: float = 0.0
     extra_failures: int = 0  # of extras, in a row
@@ -197,8 +197,8 @@ class ServedFunction:
     deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
     worn: list[float] = field(default_factory=list)  # when requests ended its instances, recently
     quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
-    schema: bytes | None = None  # what its instance has said of its requests; None until one has loaded
-    writes: int = 0  # requests that changed what load() had made, though the function says that none does
+    schema: bytes | None = None  # its instance's description of its requests; None until one has loaded
+    writes: int = 0  # requests that changed load()'s results, though the function declares none
 
     @property
     def instances(self) -> list[str]:
@@ -232,8 +232,8 @@ class OpenDeploy:
 
 @dataclass(slots=True)
 class Removal:
-    """The controller was told to remove a function. Once it has, ``ending`` are its instances that are told to end: who
-    asked is answered when they have, and nobody has the name before.
+    """The controller was sent the removal of a function. Once it has removed it, ``ending`` are its instances that are
+    told to end: the removal is answered when they have, and the name stays taken until then.
     """
 
     ask: int
@@ -258,7 +258,7 @@ class RouterState:
     sessions: dict[str, Session] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
     changes: dict[str, OpenDeploy | Removal] = field(default_factory=dict)  # by function; one at a time
-    gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
+    gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: the specs of the last GONE ones
     tickets: dict[int, Ticket] = field(default_factory=dict)
     calls: dict[tuple[str, int], OpenCall] = field(default_factory=dict)  # by instance, and its number there
     orphans: list[tuple[str, int]] = field(default_factory=list)  # of them, whose requests are over
@@ -285,13 +285,13 @@ class RouterState:
         return f"{self.prefix}{next(self._name_numbers)}"
 
     def serving(self, instance: Instance) -> ServedFunction | None:
-        """Whose instance it is; None: of a version that is being replaced, or is not served yet."""
+        """The function that it serves; None: of a version that is being replaced, or is not served yet."""
         function = self.functions.get(instance.spec.name)
         return function if function is not None and instance.name in function.instances else None
 
     def takes_more(self, instance: Instance, most: int) -> bool:
-        """Of those that have many requests at once: not with a lease on a GPU that is drained, which ends only when
-        those that it has are answered.
+        """For instances that have many requests at once: not with a lease on a GPU that is drained, which ends only
+        when its requests are answered.
         """
         ticket = self.tickets.get(instance.own or 0)
         drains = ticket is not None and ticket.lease is not None and ticket.lease.gpu in self.drained
@@ -326,16 +326,16 @@ class RouterState:
         return change if isinstance(change, OpenDeploy) else None
 
     def tenants(self) -> list[str]:
-        """Whose functions are here, served or on their way."""
+        """Tenants of the functions here, served or on their way."""
         served = [function.spec.tenant for function in self.functions.values()]
         return served + [each.spec.tenant for each in self.changes.values() if isinstance(each, OpenDeploy)]
 
     def part(self, whole: int) -> int:
-        """What one tenant may have of something that the node has so many of."""
+        """One tenant's part of something that the node has ``whole`` of."""
         return whole if self.one_tenant else min(whole, max(1, whole // 2))
 
     def check(self) -> None:
-        """Assert what holds between any two events."""
+        """Asserts the invariants between any two events."""
         queued = [number for function in self.functions.values() for number in function.queue]
         assert len(queued) == len(set(queued))
         assert set(queued) == {number for number, r in self.requests.items() if r.phase is Phase.QUEUED}

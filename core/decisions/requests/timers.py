@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WaitEnds:
-    """A request that does not run by then has waited for too long."""
+    """A request that does not run by then has waited too long."""
 
     request: int
 
@@ -22,14 +22,14 @@ class RunEnds:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnds:
-    """An instance that loads and has done nothing for its time limit by then has had it."""
+    """A loading instance that has shown no progress for its time limit by then has used it up."""
 
     instance: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonedGoesOn:
-    """Look again at a request that nobody waits for: does it keep a GPU from others?"""
+    """Look again at a request without a client: does it keep a GPU from others?"""
 
     instance: str
     ticket: int

@@ -1,3 +1,3 @@
-"""The scheduling core: pure. In comes what happens (`events`): requests, leases that end, what executors and the store
-report. Out goes what is to be done. The controller's process and the simulator run the same `scheduler`.
+"""The scheduling core: pure. In: events (`events`): requests, leases that end, reports of executors and the store. Out:
+actions. The controller's process and the simulator run the same `scheduler`.
 """

@@ -1,4 +1,4 @@
-"""What the scheduler answers: a closed union of frozen data. No behaviour."""
+"""Actions of the scheduler: a closed union of frozen data. No behaviour."""
 
 import msgspec
 
@@ -12,9 +12,9 @@ class _Action(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class WakeOn(_Action, frozen=True):
     """Begin a lease: tell the executor, and at the same time the router.
 
-    ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
-    executor has told. ``expected_s``: until the first token of a language model, if that has chosen the GPU.
-    ``requests``: how many of a batch it serves, the first ones.
+    ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` are the missing bytes by the executor's
+    last report. ``expected_s``: until the first token of a language model, if that has chosen the GPU. ``requests``:
+    the number of requests of a batch that it serves, the first ones.
     """
 
     request: int
@@ -64,7 +64,7 @@ class LoseLease(_Action, frozen=True):
 
 
 class FinishLease(_Action, frozen=True):
-    """A lease has ended that nobody took away. ``wrote``: a request has changed its instance's model, as in Done."""
+    """A lease has ended that was not taken away. ``wrote``: a request has changed its instance's model, as in Done."""
 
     request: int
     instance: str
@@ -79,7 +79,7 @@ class RevokeOn(_Action, frozen=True):
 
 
 class ForgetInstance(_Action, frozen=True):
-    """Tell every executor and the store."""
+    """Notify every executor and the store."""
 
     instance: str
 
@@ -98,7 +98,7 @@ class RetireExecutor(_Action, frozen=True):
 
 
 class DismissExecutor(_Action, frozen=True):
-    """Its GPU is drained, and no lease is there: whatever executor it has is to end, and none is to be started."""
+    """Its GPU is drained, and no lease is there: its executor, if any, is to end, and none is to be started."""
 
     gpu: int
 
@@ -117,8 +117,8 @@ class DrainOn(_Action, frozen=True):
 
 
 class PreloadOn(_Action, frozen=True):
-    """Bring this model, of which ``nbytes`` are missing by the last that the executor has told, without a lease. Why:
-    it is asked for ``rate_s`` times a second, and each time ``saved_s`` would be waited for it.
+    """Copy this model, of which ``nbytes`` are missing by the executor's last report, without a lease. The reason: it
+    is asked for ``rate_s`` times a second, and each request would wait ``saved_s`` for it.
     """
 
     gpu: int
@@ -131,7 +131,7 @@ class PreloadOn(_Action, frozen=True):
 
 
 class StopPreloadOn(_Action, frozen=True):
-    """Others need the link."""
+    """Other copies need the link."""
 
     gpu: int
 

@@ -1,12 +1,14 @@
-"""On which GPU a language model is best served: pure. One that has the base, the adapter and a warm runtime comes first
-by its expected first token (ServerlessLoRA's step 4, Tangram's Algorithm 2), unless others compute there for too long.
+"""Choice of the GPU that serves a language model best: pure. A GPU that has the base, the adapter and a warm runtime
+comes first by its expected first token (ServerlessLoRA's step 4, Tangram's Algorithm 2), unless others compute there
+for too long.
 
-    first token = max(copy of what is missing, start of a runtime that is not there) + T + steps of others
+    first token = max(copy of missing bytes, start of a runtime that is not there) + T + steps of others
     later tokens = work * steps of others / own step
 
-T is what a prompt takes, work what a lease has computed in all. Runtimes take turns, so between two steps are those of
-the others, each as likely as it computes while it has a lease (ServerlessLoRA's Eq. 4, M * T where all are alike). What
-is missing is what the executor has not: beside a base that others have brought, it is the adapter.
+T is the time of a prompt, work the computing time of a lease in all. Runtimes take turns, so between two steps are
+those of the others, each with the probability that it computes while it has a lease (ServerlessLoRA's Eq. 4, M * T
+where all are alike). Missing bytes are those that the executor lacks: beside a base that others have brought, the
+adapter alone.
 """
 
 from typing import Final
@@ -16,8 +18,8 @@ from dormouse.core.decisions.scheduling.state import Gpu, Model
 from dormouse.core.step_times import step_s
 
 LATER: Final = 0.03
-"""What a second later for all tokens after the first counts, beside one until the first: little, for as long as they
-come within their time. With ten times as much, runtimes start on one GPU after the other: docs/papers.md.
+"""Weight of a later second for all tokens after the first, beside one until the first: little, for as long as they come
+within their time. With ten times as much, runtimes start on one GPU after the other: docs/papers.md.
 """
 
 
@@ -26,15 +28,15 @@ OWN_PART: Final = 0.1
 
 
 CROWDED: Final = 0.5
-"""Part of the time that its tokens may take, from which on others' steps make a GPU the second choice: those who come
-there later have theirs, too. docs/papers.md (margins, affinity and batches) has what it gains.
+"""Part of its tokens' permitted time from which on others' steps make a GPU the second choice: later runtimes there
+have theirs, too. docs/papers.md (margins, affinity and batches) has the gain.
 """
 
 
 def hardship(model: Model, gpu: Gpu, between_s: float) -> int:
-    """2: somebody's base would have to go for it, or its tokens would be late beside those who compute there, for
-    ``between_s`` each. What goes comes again, for as long as both are asked for: that is no place if there is another.
-    1: tokens come slowly there.
+    """2: another model's base would have to go for it, or its tokens would be late beside the runtimes that compute
+    there, for ``between_s`` each. An evicted base comes again, for as long as both are asked for: such a GPU is chosen
+    only if there is no other. 1: tokens come slowly there.
     """
     function = model.function
     each_s = between_s + _step_s(function) if function.tpot_s else 0.0
@@ -45,7 +47,9 @@ def hardship(model: Model, gpu: Gpu, between_s: float) -> int:
 
 
 def first_token_s(model: Model, gpu: Gpu, copy_s: float, between_s: float) -> tuple[float, float]:
-    """If it had a lease there now, whose copies take so long. And how much later its other tokens come."""
+    """Time of its first token, if it had a lease there now whose copies take so long; and the delay of its other
+    tokens.
+    """
     function = model.function
     start_s = 0.0 if warm(model, gpu) else function.start_s
     first_s = max(copy_s, start_s) + (function.best_s or function.hold_s) + between_s

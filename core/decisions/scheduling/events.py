@@ -1,4 +1,4 @@
-"""What the scheduler is told: a closed union of frozen data. No behaviour. With what it answers (actions.py)."""
+"""Events of the scheduler: a closed union of frozen data. No behaviour. The scheduler returns actions (actions.py)."""
 
 import msgspec
 
@@ -63,8 +63,8 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class ExecutorUp(_Event, frozen=True):
-    """With the books of its pool, in which nothing is resident yet. A runtime's process has ``context_nbytes`` of the
-    ``beside_nbytes`` that there are beside the pool.
+    """An executor is up, with the books of its pool, in which nothing is resident yet. A runtime's process has
+    ``context_nbytes`` of the ``beside_nbytes`` that there are beside the pool.
     """
 
     gpu: int
@@ -81,8 +81,8 @@ class ExecutorDown(_Event, frozen=True):
 class FunctionKnown(_Event, frozen=True):
     """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``. ``base``: the function
     to whose model its own only adds; "": none. ``base_nbytes``: of that, if it is no function with instances.
-    ``context_nbytes``: what its runtime's process has of the memory that is for models. ``batch_times``: what batches
-    of so many requests take, in seconds, as it was learned before.
+    ``context_nbytes``: its runtime's process has so much of the memory that is for models. ``batch_times``: times of
+    batches of so many requests, in seconds, as they were learned before.
     """
 
     function: str
@@ -100,7 +100,7 @@ class FunctionKnown(_Event, frozen=True):
 
 
 class FunctionGone(_Event, frozen=True):
-    """It is not deployed any more; what is known of it is forgotten with its last instance."""
+    """It is no longer deployed; its statistics are forgotten with its last instance."""
 
     function: str
 
@@ -157,13 +157,13 @@ class BatchChanged(_Event, frozen=True):
 
 
 class Released(_Event, frozen=True):
-    """It is not wanted any more, whether it waits or has a lease."""
+    """It is no longer wanted, whether it waits or has a lease."""
 
     request: int
 
 
 class Answered(_Event, frozen=True):
-    """The instance says that it is through with its lease; ``used``, ``taken`` and ``together`` as in the router's
+    """The instance reports that it is through with its lease; ``used``, ``taken`` and ``together`` as in the router's
     message.
     """
 
@@ -197,7 +197,7 @@ class Woken(_Event, frozen=True):
 
 
 class LeaseOver(_Event, frozen=True):
-    """What the executor says when it is through with a lease."""
+    """The executor's report at the end of a lease."""
 
     gpu: int
     epoch: int
@@ -214,7 +214,7 @@ class TurnIdle(_Event, frozen=True):
 
 
 class TurnBusy(_Event, frozen=True):
-    """It does again."""
+    """It gives the GPU work again."""
 
     gpu: int
     epoch: int
@@ -231,15 +231,15 @@ class TurnWanted(_Event, frozen=True):
 
 
 class StepsTimed(_Event, frozen=True):
-    """What steps of these instances' runtime take is not what was told before."""
+    """The step times of these instances' runtime differ from those reported before."""
 
     instances: tuple[str, ...]
     times: StepTimes
 
 
 class Evicted(_Event, frozen=True):
-    """What these instances have on a GPU, in bytes, has changed before the end of a lease: the executor needed memory,
-    or an instance is new whose model others have there, or a lease was ``seated`` that can last for long.
+    """The bytes of these instances on a GPU have changed before the end of a lease: the executor needed memory, or an
+    instance is new whose model others have there, or a lease was ``seated`` that can last for long.
     """
 
     gpu: int
@@ -258,7 +258,7 @@ class RuntimesOn(_Event, frozen=True):
 
 
 class PreloadOver(_Event, frozen=True):
-    """What came of a PreloadOn, once: ``outcome`` as in the executor's message, the others as in Evicted."""
+    """Outcome of a PreloadOn, once: ``outcome`` as in the executor's message, the others as in Evicted."""
 
     gpu: int
     epoch: int
@@ -270,40 +270,40 @@ class PreloadOver(_Event, frozen=True):
 
 
 class BringAsked(_Event, frozen=True):
-    """Somebody wants this function's model on a GPU, and waits for it until then."""
+    """This function's model is wanted on a GPU, and waited for until then."""
 
     function: str
     until_s: float
 
 
 class KeptAway(_Event, frozen=True):
-    """Nobody wants it on a GPU until then, but for a request."""
+    """It is not wanted on a GPU until then, except for a request."""
 
     function: str
     until_s: float
 
 
 class PolicyChosen(_Event, frozen=True):
-    """Another policy from now on, also for what waits. It differs in nothing of `policy.FIXED`."""
+    """Another policy from now on, also for waiting requests. It differs in nothing of `policy.FIXED`."""
 
     policy: Policy
 
 
 class TopologyKnown(_Event, frozen=True):
-    """Which links there are, as far as executors have found out. Said again only when it is another."""
+    """Links between GPUs, as far as executors have found out. Sent again only when they change."""
 
     topology: Topology
 
 
 class ExecutorLeaves(_Event, frozen=True):
-    """This executor is to be replaced in peace: it gets no more leases, and ends when those that it has are over."""
+    """This executor is to be drained and replaced: it gets no more leases, and ends when its leases are over."""
 
     gpu: int
     epoch: int
 
 
 class DrainChosen(_Event, frozen=True):
-    """These GPUs are to be given up as soon as what runs there is over, and left alone; all others serve."""
+    """These GPUs are to be drained: given up once their leases are over, and left alone; all others serve."""
 
     gpus: tuple[int, ...]
 

@@ -1,11 +1,11 @@
-"""Functions in the order of what their models' bytes are worth before they are asked for, kept as that changes: pure.
+"""Functions in the order of their models' worth per byte before any request, kept up to date: pure.
 
 A byte of a model is worth the rate of its function's requests times the wait that each would have for the model's copy,
-for each of its bytes (ServerlessLoRA's v). That is not what it is worth to evictions (keeping.py), which look at how
+divided by the model's bytes (ServerlessLoRA's v). Its worth to evictions (keeping.py) is another, which depends on how
 much of their deadlines requests have left: by that, most waits are as good as none.
 
-All rates decay alike, so the order changes only with what functions do. It is of *families*: a base with all that add
-to it is one, for a byte of the base is worth something to all of them.
+All rates decay alike, so the order changes only with functions' events. It is of *families*: a base with all models
+that add to it is one, for a byte of the base is worth something to all of them.
 """
 
 from bisect import bisect_left, insort
@@ -21,7 +21,7 @@ from dormouse.core.decisions.scheduling.topology import Bandwidths
 NOTHING: Final = float("-inf")
 
 MAX: Final = 1 << 62
-"""Bytes that nothing has."""
+"""More bytes than anything has."""
 
 
 def per_second(function: Function, now_s: float) -> float:
@@ -36,7 +36,7 @@ def per_byte(model: Model, topology: Bandwidths, now_s: float) -> float:
 
 
 def _log_per_byte(model: Model, topology: Bandwidths) -> float:
-    """The same as a logarithm, without what is the same for all models at any time."""
+    """The same as a logarithm, without the term that is the same for all models at any time."""
     function, nbytes = model.function, model.nbytes or 1
     of_request = function.sensitivity * function.exposed_s(nbytes / topology.host_bps)
     if of_request <= 0.0 or not function.asked:
@@ -106,13 +106,13 @@ class ModelFamily:
 def _least_nbytes(model: Model) -> int:
     function = model.function
     if model.runtime:
-        return 0  # its process may be what is not there
+        return 0  # its process may be the missing part
     return function.base_nbytes or model.nbytes if function.base else model.nbytes
 
 
 class Families:
-    """Of all functions with a model. ``models`` are the scheduler's. ``order`` has those that were asked for, what is
-    worth most first.
+    """All functions with a model. ``models`` are the scheduler's. ``order`` has those that were asked for, the highest
+    worth first.
     """
 
     def __init__(self, models: dict[str, Model], topology: Bandwidths) -> None:
@@ -124,7 +124,7 @@ class Families:
         self.order: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """How many functions."""
+        """Number of functions."""
         return len(self._family)
 
     def touch(self, instance: str) -> None:

@@ -1,16 +1,16 @@
-"""What is to be held in places of bounded size so that it is worth most (ServerlessLoRA §4.1, Eq. 1): pure.
+"""Choice of artefacts to hold in places of bounded size for the highest worth (ServerlessLoRA §4.1, Eq. 1): pure.
 
 A knapsack with precedence: an artefact is of use only beside the one that it needs (an adapter beside its backbone, a
-context beside its libraries), which may lie in another place. Greedy by value per byte. An artefact of little value
-may be what others need, so what is compared are not single artefacts but *blocks*: an artefact with those of its
-dependants that make it denser (Horn's decomposition of a tree, which orders jobs on one machine in the same way). Bytes
-of several places are compared as shares of these places.
+context beside its libraries), which may lie in another place. Greedy by value per byte. Others may need an artefact of
+little value, so the comparison is not of single artefacts but of *blocks*: an artefact with those of its dependants
+that make it denser (Horn's decomposition of a tree, which orders jobs on one machine in the same way). Bytes of several
+places are compared as shares of these places.
 
 Greed goes wrong where few things fill a place. There, it is tried again with each of the dearest taken first or left
 out, and the best of all counts. A test and benchmarks/preloading.py compare it with an exact optimum.
 
-With many artefacts all of this takes milliseconds, so it is done in slices: each generator yields how much it has done,
-in about microseconds.
+With many artefacts all of this takes milliseconds, so it is done in slices: each generator yields the work done, in
+about microseconds.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ PAIRED: Final = 5
 """Of these, also two are taken first: each alone may leave no room for the other."""
 
 ROUNDS: Final = 2
-"""Each begins with what was best in the one before."""
+"""Rounds of tries: each begins with the best of the one before."""
 
 FEW: Final = 24
 """Artefacts up to which there are tries: with more, none fills much of a place."""
@@ -36,7 +36,7 @@ Slices: TypeAlias = Generator[int, None, T]
 
 
 class Artefact(NamedTuple):
-    """``nbytes`` of ``place``. ``value`` is what holding it saves, in expected seconds of waiting per second. ``needs``
+    """``nbytes`` of ``place``. ``value`` is its saving, in expected seconds of waiting per second. ``needs``
     is another's key; "": none's.
     """
 
@@ -55,7 +55,7 @@ class _Block:
     def __init__(self, item: Artefact, weight: float) -> None:
         self.items, self.value, self.weight = [item], item.value, weight
         self.inner: list[_Block] = []  # that may follow
-        self.before: list[tuple[int, float, float, _Block]] = []  # what it was before each block that came to it
+        self.before: list[tuple[int, float, float, _Block]] = []  # its state before each block that came to it
 
     @property
     def density(self) -> float:
@@ -78,7 +78,7 @@ class _Block:
 
 
 def fill(artefacts: Sequence[Artefact], room: Mapping[str, int]) -> list[Artefact]:
-    """What to hold, in the order in which it is to be brought. What needs something unknown is left out.
+    """Artefacts to hold, in the order in which they are to be brought. Those that need an unknown one are left out.
 
     Args:
         room: bytes by place.
@@ -147,7 +147,7 @@ def _greedy(
 
 
 class Greed:
-    """Takes what is offered, by blocks, the densest first; what is offered later only if it is not denser."""
+    """Takes offered artefacts, by blocks, the densest first; later offers only if they are not denser."""
 
     def __init__(self, room: Mapping[str, int]) -> None:
         self.found: list[Artefact] = []
@@ -159,11 +159,11 @@ class Greed:
 
     @property
     def densest(self) -> float:
-        """Of what is next, for each whole place that it takes."""
+        """Value of the next block, for each whole place that it takes."""
         return -self._order[0][0] if self._order else -1.0
 
     def offer(self, artefacts: Iterable[Artefact]) -> Slices[None]:
-        """Those of them whose needs are not taken are together with what they need."""
+        """Offers artefacts, in blocks with those that they need and that are not taken."""
         for block in (yield from _blocks(artefacts, self._room, self._taken)):
             self._push(block)
 
@@ -173,7 +173,7 @@ class Greed:
             self._number += 1
 
     def take(self, items: Sequence[Artefact]) -> bool:
-        """If there is room for all of them."""
+        """Takes all of them, or none if there is no room; returns whether it did."""
         left, wanted = self.left, dict[str, int]()
         for item in items:
             wanted[item.place] = wanted.get(item.place, 0) + item.nbytes
@@ -186,7 +186,7 @@ class Greed:
         return True
 
     def next(self) -> Slices[list[Artefact]]:
-        """The densest of what fits is taken; [] if there is none."""
+        """Takes the densest block that fits, and returns it; [] if there is none."""
         while self._order:
             block = heappop(self._order)[2]
             yield 2 + len(block.items) // 4
@@ -194,7 +194,7 @@ class Greed:
                 for each in block.inner:
                     self._push(each)
                 return block.items
-            if block.before:  # without some of what makes it denser, it may fit
+            if block.before:  # without some of its denser parts, it may fit
                 self._push(block.without_last())
         return []
 

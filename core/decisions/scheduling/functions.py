@@ -1,4 +1,4 @@
-"""What is known of a function from its own requests: rate, time on a GPU, compliance. Pure."""
+"""Statistics of a function from its own requests: rate, time on a GPU, compliance. Pure."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ MIN: Final = 0.05
 
 
 UNKNOWN_RUN_S: Final = 0.02
-"""How long a function is taken to run before it ever has."""
+"""Assumed run time of a function that has never run."""
 
 
 UNKNOWN_START_S: Final = 0.5
-"""How long a runtime is taken to start before one was seen to: a process that is forked, and its CUDA context."""
+"""Assumed start time of a runtime until one was measured: a process that is forked, and its CUDA context."""
 
 
 USUAL_PROMPT: Final = 256
@@ -47,12 +47,12 @@ USUAL_PROMPT: Final = 256
 
 
 IN_TIME: Final = 16
-"""A lease ends a few milliseconds before its request's error is heard of: fewer requests of a function end in them."""
+"""A lease ends a few milliseconds before its request's error is reported: fewer requests of a function end in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastWake:
-    """Where the bytes of a function's last wake came from. ``wake_us`` is None if it did not end before its lease."""
+    """Source of the bytes of a function's last wake. ``wake_us`` is None if it did not end before its lease."""
 
     gpu: int
     copied_nbytes: int
@@ -62,7 +62,7 @@ class LastWake:
 
 
 class LastEviction(NamedTuple):
-    """``function`` is whose request needed the room; "" if it is not known any more."""
+    """``function``: the one whose request needed the room; "" if it is no longer known."""
 
     gpu: int
     at_s: float
@@ -71,8 +71,8 @@ class LastEviction(NamedTuple):
 
 
 class LastPreload(NamedTuple):
-    """What a GPU was given last before anybody asked for it, and why: requests per second, and the wait that each would
-    have had. ``outcome`` is the executor's; "": it has not said yet.
+    """The last model brought to a GPU before any request for it, and the reason: requests per second, and the wait that
+    each would have had. ``outcome`` is the executor's; "": not reported yet.
     """
 
     at_s: float
@@ -85,10 +85,10 @@ class LastPreload(NamedTuple):
 
 
 EvictedFor = Literal["wake", "memory", "preload"]
-"""What others lost bytes on a GPU for: a lease that began, memory that a running one needed, or nobody yet."""
+"""Reason why others lost bytes on a GPU: a lease that began, memory that a running one needed, or a preload."""
 
 Source = Literal["host", "gpu", "file"]
-"""Where the bytes of a wake came from; of several, the slowest."""
+"""Source of the bytes of a wake; of several, the slowest."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class FunctionCounts:
     repaired: int = 0  # results that an executor copied into the layout that the function had counted on
     replayed: int = 0  # sections of sequences of operations that a GPU was given at once
     evicted: Counter[EvictedFor] = field(default_factory=Counter)  # times that an instance lost bytes on a GPU
-    preloads: int = 0  # times that some of it was brought before anybody asked
+    preloads: int = 0  # times that some of it was brought before any request
     preloaded_nbytes: int = 0  # of those copied
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     batches: int = 0  # leases for several requests at once
@@ -143,10 +143,10 @@ class FunctionCounts:
 
 
 class Function:
-    """What is known of a function from its own requests: rate, time on a GPU, compliance.
+    """Statistics of a function from its own requests: rate, time on a GPU, compliance.
 
-    ``run_s`` is the time of a lease that copies nothing, ``extra_s`` what copying adds beyond the longer of run and
-    copy, ``hold_s`` the mean of all leases, ``best_s`` the least that one is expected to take (0: not known).
+    ``run_s`` is the time of a lease that copies nothing, ``extra_s`` the time that copying adds beyond the longer of
+    run and copy, ``hold_s`` the mean of all leases, ``best_s`` the least time expected of one (0: not known).
     """
 
     __slots__ = (
@@ -213,8 +213,8 @@ class Function:
         self.work_s = 0.0  # of a GPU, that a lease has had in all, of a language model
         self.busy = 1.0  # share of a lease in which it computes
         self.start_s = UNKNOWN_START_S  # of its runtime, where there is none
-        self.times: StepTimes | None = None  # what its steps take, of a language model
-        self.batches: RequestBatches | None = None  # what its batches take, if requests come in such
+        self.times: StepTimes | None = None  # times of its steps, of a language model
+        self.batches: RequestBatches | None = None  # times of its batches, if requests come in such
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
         self.base_nbytes = 0  # of that, if no instance of it is known
@@ -222,7 +222,7 @@ class Function:
         self.instances = 0
         self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
-        self._in_time: deque[int] = deque(maxlen=IN_TIME)  # last requests that were, until an error is heard of
+        self._in_time: deque[int] = deque(maxlen=IN_TIME)  # last requests in time, until an error is reported
         self._count = 0.0
         self._age_s = 0.0
 
@@ -287,8 +287,8 @@ class Function:
                 self.late += 1
 
     def ended(self, late: bool, latency_s: float, hindered: bool = False) -> None:
-        """A request that counts has met its fate, as far as is known. ``hindered``: without others it would not have
-        been late.
+        """A request that counts has its fate, as far as is known. ``hindered``: without others it would not have been
+        late.
         """
         self._outcomes.append(late)
         self.served += 1
@@ -358,23 +358,23 @@ class Function:
         self.run_s = self.hold_s = self.best_s = first_token_s(times, USUAL_PROMPT, 0)
 
     def run_of(self, requests: int) -> float:
-        """What a lease without copies is expected to take, of a batch of so many or, with 0, of none (0: unknown)."""
+        """Expected time of a lease without copies, of a batch of so many or, with 0, of none (0: unknown)."""
         of_batch_s = self.batches.times.of(requests) if requests and self.batches is not None else None
         return of_batch_s or self.best_s
 
     def lease_of(self, requests: int) -> float:
-        """The same, or what leases take on the average while that is not known."""
+        """The same, or the mean time of leases while that is not known."""
         return self.run_of(requests) or self.hold_s
 
     def predicted_s(self, copy_s: float, requests: int = 0) -> float:
-        """How long a lease takes whose wake copies for so long; ``requests`` as above."""
+        """Expected time of a lease whose wake copies for so long; ``requests`` as above."""
         run_s = self.lease_of(requests)
         if copy_s <= 0.0:
             return run_s
         return max(run_s, copy_s) + max(0.0, self.extra_s)
 
     def exposed_s(self, copy_s: float) -> float:
-        """How much longer a request waits because of a copy. A lease of a language model is of many requests, and hides
+        """Additional wait of a request because of a copy. A lease of a language model is of many requests, and hides
         nothing of it.
         """
         hidden_s = 0.0 if self.tpot_s else self.best_s

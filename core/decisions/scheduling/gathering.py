@@ -1,10 +1,10 @@
-"""Requests that wait for more of their batch, before they want a lease: pure. When they begin, and how many of them, is
-decided by what the function's own batches have taken (core/batching.py).
+"""Requests that wait for more of their batch before they want a lease: pure. The time when they begin, and their
+number, follow from the measured times of the function's own batches (core/batching.py).
 
     Asked ──wait_s > 0──► gathering ──full, or it has waited for long enough──► waiting ──grant──► size() of them
       └──────────────────────────────────────────────────────────────────────────►┘
 
-Nobody waits here but by ``--batch-wait``. While a batch waits for its GPU more may come, and are in it; and if all of
+Requests wait here only with ``--batch-wait``. While a batch waits for its GPU more may come, and join it; and if all of
 them leave, here or there, it wants no lease any more (NOBODY).
 """
 
@@ -29,7 +29,7 @@ class WaitingBatch(NamedTuple):
 
 
 class GatheringRequests:
-    """Those of all functions. ``due_s``: when the next of them is to begin, whatever comes."""
+    """Gathering requests of all functions. ``due_s``: latest time at which the next of them is to begin."""
 
     def __init__(self) -> None:
         self._waits: dict[int, WaitingBatch] = {}  # by request
@@ -46,7 +46,7 @@ class GatheringRequests:
         return self._waits_on(asked, model, batch, now_s)
 
     def changed(self, event: BatchChanged, now_s: float) -> tuple[Asked, BatchRequests, bool]:
-        """What it is now, and whether it waits on."""
+        """Its current state, and whether it goes on waiting."""
         asked, model, batch, _ = self._waits.pop(event.request)
         heard(model, event.came, now_s)
         batch.change(event.came, event.left)
@@ -91,7 +91,9 @@ class GatheringRequests:
 
 
 def heard(model: Model, requests: Sequence[tuple[int, float]], now_s: float) -> None:
-    """These wait in an instance; those that were not told before have come, each when its deadline says so."""
+    """These wait in an instance; those not reported before have arrived, each at the time that follows from its
+    deadline.
+    """
     function = model.function
     assert function.batches is not None
     for number, due_s in requests:

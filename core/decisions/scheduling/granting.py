@@ -1,4 +1,4 @@
-"""Who gets a GPU that has a turn: pure. Takes waiting requests in their order, asks the policy's placement for a GPU,
+"""Grants of GPUs that have a turn: pure. Takes waiting requests in their order, asks the policy's placement for a GPU,
 and grants leases or gives turns back.
 """
 
@@ -131,9 +131,9 @@ class Granting:
         if leaving := self.leaving:
             free = free - leaving
             if len(leaving) == len(self._gpus):
-                waiting.held_for = min(leaving)  # until that is gone; then for what comes after it
+                waiting.held_for = min(leaving)  # until that is gone; then for the next executor
                 return None
-        # A turn is taken from nobody while there is another, but where the model is.
+        # While there is a free turn, one is taken from a lease only where the model is.
         if 0 < len(self._turns.idle) < len(free) and not self.placement.by_first_token(waiting.model):
             resident, nbytes = waiting.model.resident, waiting.model.nbytes
             if not any(resident.get(number, -1) >= nbytes for number in self._turns.idle):
@@ -155,8 +155,8 @@ class Granting:
         return held_for
 
     def _worth_a_wake_s(self, running: Running, gpu: Gpu, now_s: float) -> float:
-        """When a lease that has lost bytes with its seat may take the turn of one that computes. Both may have no room
-        at a time: then each wake is followed by as long a time without one, or all time would go into copies.
+        """Time when a lease that has lost bytes with its seat may take the turn of one that computes. Both may have no
+        room at a time: then each wake is followed by as long a time without one, or all time would go into copies.
         """
         copy_s = 0.0 if running.due is None else self._wake_s(running, now_s)
         if copy_s <= 0.0 or len(gpu.turns) < self._turns.turns or any(turn.rests for turn in gpu.turns):
@@ -164,7 +164,7 @@ class Granting:
         return max(now_s, gpu.woken_s + copy_s)
 
     def margin_s(self, running: Running, now_s: float) -> float:
-        """Of a lease that wants a turn."""
+        """Margin of a lease that wants a turn."""
         return margin_s(running, now_s, partial(self._wake_s, now_s=now_s))
 
     def _wake_s(self, running: Running, now_s: float) -> float:

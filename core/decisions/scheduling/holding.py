@@ -1,18 +1,18 @@
-"""What a GPU is to be given next: the first of what would be worth most there that is not there. Pure.
+"""Next artefact for a GPU: the first missing one of the set that would be worth most there. Pure.
 
-What makes a first token late and can be there before, as artefacts:
+Causes of a late first token that can be removed ahead, as artefacts:
 
-* a model's bytes, worth the wait for their copy (families.py); those of a base, worth what they are to all that add to
-  it; what a model has beyond its base, which is of use only beside that;
+* a model's bytes, worth the wait for their copy (families.py); those of a base, worth the sum over all models that add
+  to it; the part of a model beyond its base, which is of use only beside that;
 * a runtime of a language model, worth the time that its process takes to be there, with its context and its kernels. A
   lease opens it while its model is copied, so without the model it would save little, and it is held beside that only.
-  Its context lies beside the pool, in what the executor has found there.
+  Its context lies beside the pool, in the memory that the executor has found there.
 
 A function's process with its interpreter and libraries is there as long as it is deployed, and so is the process from
 which runtimes are forked: there is nothing to choose.
 
-What fits is filling.py's. Where there are many artefacts, they are looked at as far as they could be chosen: what is
-there, and of all else what is worth most. All of it is done in slices, while events go on.
+filling.py decides which of them fit. Where there are many artefacts, only possible choices are looked at: those that
+are there, and the others of highest worth. All of it is done in slices, while events go on.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -28,7 +28,7 @@ MIN: Final = 0.01
 """Requests of lately that a function must have had, as its rate counts them: about seven half-lives after one."""
 
 KEEP: Final = 4.0
-"""What is there is worth so many times as much as what could take its place: copies are not for nothing."""
+"""Factor on the worth of held artefacts against those that could take their place: copies are not for nothing."""
 
 BESIDE: Final = "beside"
 """The place of contexts: a GPU's memory that is not its pool's. The place of all else is "", the pool."""
@@ -38,8 +38,8 @@ PROCESS: Final = " "
 
 
 class _ModelPart:
-    """A base, all of a model beyond its base, or a runtime, which is ``process``. ``models`` have it; ``value`` is what
-    it is worth to all of them. So many bytes are ``here``.
+    """A base, all of a model beyond its base, or a runtime, which is ``process``. ``models`` have it; ``value`` is its
+    worth to all of them. So many bytes are ``here``.
     """
 
     __slots__ = ("beyond_nbytes", "here", "models", "nbytes", "needs", "own", "place", "process", "value")
@@ -83,8 +83,8 @@ class _ModelPart:
         return 0 if self.leased else self.here
 
     def bringing(self) -> Model | None:
-        """With whose model it comes: of a base its own, if some instance has that, else one that adds to it. None: it
-        is there, or nobody's can come.
+        """The model with which it comes: of a base its own, if some instance has that, else one that adds to it. None:
+        it is there, or no model can come.
         """
         if self.here >= self.nbytes and not self.process:
             return None
@@ -93,7 +93,7 @@ class _ModelPart:
 
 
 class Holding:
-    """What one GPU could hold.
+    """Artefacts that one GPU could hold.
 
     Args:
         coming: whether this instance's model is on its way to some GPU without a lease.
@@ -115,7 +115,7 @@ class Holding:
         self._parts: dict[str, _ModelPart] = {}
 
     def wanted(self, now_s: float) -> Generator[int | Model, None, None]:
-        """In slices: what is to be there and is not, one after the other."""
+        """In slices: the artefacts that are to be there and are not, one after the other."""
         gpu, families = self.gpu, self._families
         here = {family.name: family for name in gpu.resident if (family := families.of(name)) is not None}
         artefacts: list[Artefact] = []
@@ -147,7 +147,7 @@ class Holding:
             if family is None or family.lately(now_s) < MIN:
                 continue
             if (only := family.only) is not None and not self._may_be_held(only):
-                continue  # as most of what others have
+                continue  # as for most models of other GPUs
             most = family.most_per_byte(now_s) * room[""]
             while greed.densest > most:
                 yield from self._missing((yield from greed.next()))
@@ -168,7 +168,7 @@ class Holding:
         return model.resident.get(self.gpu.number, 0) < model.nbytes or self._lacks_runtime(model)
 
     def _artefacts(self, family: ModelFamily, now_s: float) -> Slices[list[Artefact]]:
-        """Of all in it that may be held here."""
+        """Those of the family that may be held here."""
         number, parts = self.gpu.number, dict[str, _ModelPart]()
         for model in family.models():
             yield 4
@@ -194,14 +194,14 @@ class Holding:
         return [part.artefact(key) for key, part in parts.items()]
 
     def _runtime(self, function: Function, needs: str) -> _ModelPart:
-        """In the memory for models, if the function says so, else beside it."""
+        """A runtime: in the memory for models, if the function says so, else beside it."""
         if function.context_nbytes or not self.gpu.context_nbytes:
             return _ModelPart(function.context_nbytes, 0, needs, None, process=True)
         return _ModelPart(self.gpu.context_nbytes, 0, needs, None, process=True, place=BESIDE)
 
     @property
     def _beside_nbytes(self) -> int:
-        """That no runtime's context has."""
+        """Bytes beside the pool that no runtime's context has."""
         gpu = self.gpu
         return max(0, gpu.beside_nbytes - gpu.context_nbytes * len(gpu.runtimes))
 
@@ -221,7 +221,7 @@ class Holding:
 
 
 def _base_nbytes(model: Model, family: ModelFamily) -> int:
-    """Bytes of what it adds to; 0: nothing that is known."""
+    """Bytes of its base; 0: none, or unknown."""
     function = model.function
     if not function.base:
         return 0

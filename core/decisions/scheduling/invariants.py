@@ -1,4 +1,4 @@
-"""What holds of leases, turns and waiting requests between any two events: asserted by tests. Pure."""
+"""Invariants of leases, turns and waiting requests between any two events: asserted by tests. Pure."""
 
 from collections.abc import Collection
 

@@ -1,7 +1,7 @@
-"""What the scheduler has been told of GPUs, functions and their instances' models: pure. Decides nothing.
+"""Last known state of GPUs, functions and their instances' models: pure. Decides nothing.
 
-What a GPU holds is what its executor has told, and the executor chooses what is evicted, by worth: several instances
-may share bytes, so only it knows what forgetting one would free.
+A GPU's resident bytes are those that its executor has reported, and the executor chooses evictions, by worth:
+several instances may share bytes, so only it knows how many an eviction would free.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ MAX_EARLY: Final = 1024
 
 
 class EndedBatch(NamedTuple):
-    """A batch whose lease is over. Which of its requests were computed its instance says, mostly later than that."""
+    """A batch whose lease is over. Its instance reports which of its requests were computed, mostly later than that."""
 
     waiting: Waiting
     over_s: float
@@ -78,19 +78,19 @@ class Inventory:
             self.gpus[number].neighbours = [self.gpus[other] for other in others]
 
     def running(self, gpu: int, epoch: int, serial: int) -> Running | None:
-        """The lease that an executor speaks of; None if it speaks of one that is no more."""
+        """The lease that an executor reports on; None if it is over already."""
         known = self.gpus.get(gpu)
         return known.leases.get(serial) if known is not None and known.epoch == epoch else None
 
     def follow(
         self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str, now_s: float, why: EvictedFor = "wake"
     ) -> None:
-        """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
+        """Take over the resident bytes that an executor reports; ``own`` is the instance whose lease it reports on."""
         number = gpu.number
         for instance, nbytes in resident:
             model = self.models.get(instance)
             if model is None:
-                continue  # lost meanwhile; the executor has been told to forget it
+                continue  # lost meanwhile; the executor has been sent the order to forget it
             if (lost := gpu.resident.get(instance, 0) - nbytes) > 0 and instance != own:
                 made_room = self.models[own].function.name if own in self.models else ""
                 model.function.counts.evicted[why] += 1
@@ -157,7 +157,7 @@ class Inventory:
         before = self._leaves(model)
         model.function = self.function(function)
         self._joins(model)
-        if function and not model.function.kept:  # what is deployed says whose it is
+        if function and not model.function.kept:  # a deployed function states its tenant itself
             model.function.tenant = event.tenant
         self._forget_unused(before)
         if (early := self._early.pop(instance, None)) is not None:
@@ -190,7 +190,7 @@ class Inventory:
         return function
 
     def sized(self, event: ModelSized) -> None:
-        """The store's word of an instance may come before the router's, and also after its last."""
+        """The store's message about an instance may come before the router's, and also after its last."""
         model = self.models.get(event.instance)
         if model is None:
             self._early[event.instance] = event
@@ -200,7 +200,7 @@ class Inventory:
         model.version, model.nbytes = max(model.version, event.version), event.nbytes
 
     def too_large(self, model: Model) -> Failure | None:
-        """Why no GPU could ever hold it, as far as its size and GPUs are known."""
+        """Reason why no GPU could ever hold it, as far as its size and GPUs are known."""
         for gpu in self.gpus.values():
             if model.nbytes <= gpu.capacity_nbytes:
                 return None
@@ -267,12 +267,12 @@ class Inventory:
         counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
 
     def ended(self, request: int) -> Waiting | None:
-        """A batch whose lease is over, if its instance has not said yet what became of it."""
+        """A batch whose lease is over, if its instance has not reported its fate yet."""
         found = self._ended.get(request)
         return found.waiting if found is not None else None
 
     def batch_answered(self, request: int, taken: int, together: int) -> None:
-        """Its instance has said that, and not before its lease was over."""
+        """Its instance has reported that, after its lease was over."""
         ended = self._ended.pop(request, None)
         if ended is None:
             return
@@ -288,7 +288,7 @@ class Inventory:
         function.settled(waiting, False, ended.over_s, ended.hindered_s)
 
     def check(self) -> None:
-        """Assert what holds between any two events."""
+        """Asserts the invariants between any two events."""
         models = list(self.models.values())
         for number, gpu in self.gpus.items():
             for running in gpu.leases.values():

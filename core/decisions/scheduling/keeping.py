@@ -1,5 +1,5 @@
-"""What models on a GPU are worth keeping there: pure. Gives the numbers by which an executor evicts.
-`EVICTION_CLASSES` has the orders that a policy may name.
+"""Worth of models on a GPU: pure. Gives the numbers by which an executor evicts. `EVICTION_CLASSES` has the orders that
+a policy may name.
 """
 
 from abc import ABC, abstractmethod
@@ -21,21 +21,21 @@ MIN_COST: Final = 1e-12
 """A cost of nothing still has a logarithm."""
 
 REPLICA: Final = 2.0**-400
-"""What a model is worth that another GPU has too, beside one that only this GPU has: at the default half life of rates
-as if it had last been used 13 hours ago. Products and quotients stay within a float's limits.
+"""Worth of a model that another GPU has too, beside one that only this GPU has: at the default half life of rates as if
+it had last been used 13 hours ago. Products and quotients stay within a float's limits.
 """
 
 GIVEN_UP: Final = 200.0
 """Binary orders of magnitude by which models are worth less whose function is given up (rationing.py)."""
 
 PINNED: Final = 2.0**20
-"""By which a byte that somebody wants kept is worth more than any other, also than one that many functions share. Small
-beside what tenants' quotas take off (core/decisions/memory/quotas.py): those count first.
+"""Factor on the worth of a pinned byte: more than any other, also than one that many functions share. Small
+beside the factor of tenants' quotas (core/decisions/memory/quotas.py): those count first.
 """
 
 SPAN: Final = 240.0
 """Binary orders of magnitude between the worths on one GPU, where only their order is known: fewer than a quota takes
-off, with what a pin adds.
+off, with the addition of a pin.
 """
 
 
@@ -46,7 +46,7 @@ class Keeping(ABC):
     """The order of one policy. ``models`` are the scheduler's."""
 
     rule: ClassVar[str]
-    """Who goes first, in a few words for people."""
+    """The eviction order in a few words, for people."""
 
     def __init__(self, topology: Bandwidths, models: dict[str, Model]) -> None:
         self._topology = topology
@@ -58,8 +58,8 @@ class Keeping(ABC):
         """Something that its rank depends on has changed."""
 
     def worth(self, gpu: Gpu, coming: Model | None = None) -> dict[str, float]:
-        """What a byte of each model on it is worth, ascending: what shares a segment adds up there, and the least per
-        byte goes first. The numbers mean something only beside each other. ``coming``: also of this one.
+        """Worth of a byte of each model on it, ascending: for a shared segment the worths add up there, and the least
+        per byte goes first. The numbers mean something only beside each other. ``coming``: also of this one.
         """
         models = [self._models[name] for name in gpu.resident]
         if coming is not None and coming.instance not in gpu.resident:
@@ -71,7 +71,7 @@ class Keeping(ABC):
         """The same of these models, if they were on that GPU. Sorts them."""
 
     def heavy(self, model: Model) -> bool:
-        """By measurement: whether waking it from the host is what a request mostly waits for."""
+        """By measurement: whether a request mostly waits for its wake from the host."""
         function = model.function
         return function.predicted_s(model.nbytes / self._topology.host_bps) > HEAVY * function.best_s
 
@@ -101,7 +101,7 @@ class ByUse(Keeping):
 
 
 class LeastRecentlyUsed(ByUse):
-    """What was used longest ago goes first."""
+    """Least recently used first."""
 
     rule = "used longest ago"
 
@@ -119,7 +119,7 @@ class LightFirst(ByUse):
 
 
 class Ranked(Keeping):
-    """By `Model.rank`: the logarithm of the rate of use times what a use would cost without it."""
+    """By `Model.rank`: the logarithm of the rate of use times the cost of a use without it."""
 
     def used(self, model: Model) -> None:
         function = model.function
@@ -132,13 +132,13 @@ class Ranked(Keeping):
 
     def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
         models.sort(key=_rank)
-        top = models[-1].rank if models else 0.0  # its worth is 1: what a GPU may move rather than evict depends on it
+        top = models[-1].rank if models else 0.0  # its worth is 1: a GPU weighs moves against evictions by it
         return {model.instance: exp2(model.rank - top) for model in models}
 
 
 class ExposedTime(Ranked):
-    """A use costs the part of the time to bring it back that a run would not hide, weighted by what that is of the time
-    a request has; what another GPU has too goes first.
+    """A use costs the part of the time to bring it back that a run would not hide, weighted by its share of the
+    request's time; a model that another GPU has too goes first.
     """
 
     rule = "least exposed time x rate"

@@ -1,5 +1,5 @@
-"""How leases end: pure. One is over when its executor says so, or, if it gave the GPU nothing, when its instance has
-answered. One that is not given back in time after it was revoked costs its executor's life.
+"""Ends of leases: pure. A lease is over when its executor reports it, or, if it gave the GPU nothing, when its instance
+has answered. One that is not given back in time after it was revoked costs its executor's life.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ from dormouse.core.decisions.scheduling.turns import FreeTurns
 from dormouse.schemas.messages import StepsDue
 
 MAX_OVER: Final = 64
-"""Leases without a command of whose end an executor is not told yet."""
+"""Most ended leases without a command that an executor has not been notified of yet."""
 
 COPIED_BEFORE: Final = 0.8
-"""Of the time of a first step: copies that took less were not what it waited for."""
+"""Share of a first step's time: copies that took less were not the cause of it."""
 
 
 class GrantedLeases:
@@ -44,7 +44,7 @@ class GrantedLeases:
 
     @property
     def due_s(self) -> float:
-        """When the next should have been given back."""
+        """Time when the next should have been given back."""
         due_s, owed = inf, self._owed
         while owed and owed[0][1].over:
             owed.popleft()
@@ -83,7 +83,7 @@ class GrantedLeases:
                 self._queue.unpark(model, now_s)
 
     def turn_told(self, gpu: Gpu, event: TurnIdle | TurnBusy | TurnWanted, now_s: float, actions: list[Action]) -> None:
-        """What the executor says of a turn."""
+        """The executor's report of a turn."""
         running = gpu.leases.get(event.serial)
         if running is None:
             if event.serial in gpu.over:
@@ -134,7 +134,7 @@ class GrantedLeases:
         self._owed.append((now_s + self._revoke_s, running))
 
     def over_unused(self, gpu: Gpu, running: Running, now_s: float, actions: list[Action]) -> None:
-        """It has given the GPU nothing. Its executor is told with the next that it hears."""
+        """It has given the GPU nothing. Its executor is notified with the next message."""
         gpu.over.append(running.lease.serial)
         if len(gpu.over) >= MAX_OVER:
             self.tell_over(gpu, actions)
@@ -145,7 +145,7 @@ class GrantedLeases:
         gpu.over.clear()
 
     def take_back(self, now_s: float, actions: list[Action]) -> None:
-        """Leases that were answered, and that their executor still has."""
+        """Revokes leases that were answered, and that their executor still has."""
         while self._owed and self._owed[0][0] <= now_s:
             _, running = self._owed.popleft()
             if not running.over:
@@ -154,7 +154,7 @@ class GrantedLeases:
     def kill_silent(self, now_s: float, actions: list[Action]) -> None:
         for serial, running in sorted(self._revoked.items()):
             if running.revoked_until_s is not None and running.revoked_until_s <= now_s:
-                running.revoked_until_s = inf  # said once; the sentinel tells the rest
+                running.revoked_until_s = inf  # sent once; the sentinel reports the rest
                 number = running.lease.gpu
                 text = f"lease {serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self._gpus[number].epoch, text))

@@ -1,6 +1,6 @@
-"""GPUs whose executors are to end in peace: pure. No lease begins there; one that has a seat gets its turns until it is
-over. Two things have an executor leave: another one, with another pool, is to take its place, or its GPU is drained.
-The states of a GPU::
+"""GPUs whose executors are to leave: pure. No lease begins there; one that has a seat gets its turns until it is over.
+An executor leaves for two reasons: another one, with another pool, is to take its place, or its GPU is drained. The
+states of a GPU::
 
              ExecutorUp           ExecutorLeaves             the last lease is over, or LEAVE_S are
     absent ─────────────► serves ────────────────► replaced ──────────────────────────► RetireExecutor ──► absent
@@ -11,9 +11,9 @@ The states of a GPU::
       └──► DismissExecutor ──────────► drained ◄─────────────────────────────────────────────────┘
                                         └── DrainChosen without it: WantExecutor ──► absent
 
-To a request, a GPU that is drained is one whose executor does not come up: absent. What is replaced has LEAVE_S; what
-drains has as long as it takes, for somebody wants just that. Of language models, which keep their seats while they
-rest, an executor that drains lets none rest.
+To a request, a drained GPU is one whose executor does not come up: absent. A replaced executor has LEAVE_S; a draining
+one has as long as it takes, for that is its purpose. Language models keep their seats while they rest, but not on an
+executor that drains.
 """
 
 from collections.abc import Iterable
@@ -37,8 +37,8 @@ LEAVE_S: Final = 30.0
 
 
 class LeavingGpus:
-    """``gpus`` are the scheduler's. ``leaving``: those with an executor that leaves; ``drained``: those that somebody
-    wants so, whether they have one or not.
+    """``gpus`` are the scheduler's. ``leaving``: those with an executor that leaves; ``drained``: those chosen to be
+    drained, whether they have one or not.
     """
 
     def __init__(self, gpus: dict[int, Gpu], turns: FreeTurns, queue: Queue) -> None:
@@ -88,7 +88,7 @@ class LeavingGpus:
         self._settle()
 
     def retire(self, now_s: float, actions: list[Action]) -> None:
-        """Those that nothing keeps any more."""
+        """Retires those that no lease keeps any more."""
         for number in sorted(self.leaving - self._told):
             gpu = self._gpus[number]
             if number in self.drained and not gpu.leases:
@@ -102,7 +102,7 @@ class LeavingGpus:
     def _drains(self, gpu: Gpu, now_s: float, actions: list[Action]) -> None:
         self._leaves(gpu)
         actions.append(DrainOn(gpu.number, True))
-        self._queue.let_go(gpu, now_s, len(gpu.held))  # what waits for its model there goes elsewhere
+        self._queue.let_go(gpu, now_s, len(gpu.held))  # requests that wait for its model there go elsewhere
 
     def _leaves(self, gpu: Gpu) -> None:
         gpu.leaves = True
@@ -111,7 +111,7 @@ class LeavingGpus:
         self._settle()
 
     def _let_go(self, now_s: float) -> None:
-        """There is another GPU: who waits for one that drains, which may last for hours, may have that."""
+        """There is another GPU: requests that wait for one that drains, which may last for hours, may have that."""
         for number in self.leaving:
             self._queue.let_go(self._gpus[number], now_s, len(self._gpus[number].held))
 

@@ -1,15 +1,15 @@
-"""Which runtime of a language model has the next turn on a GPU, of those that want one: pure. A turn is a step.
+"""Choice of the language model runtime that has the next turn on a GPU, of those that want one: pure. A turn is a step.
 
     margin = deadline - (now + wake + T)   of the prompt that is to have its first token soonest
            = last turn + tpot - (now + T)  where all sequences have theirs, and T is a step
 
-T is what the runtime's steps were learned to take (core/step_times.py), wake the copies of what has left the GPU with
-its seat. Tokens are late anyway whose model has to be copied first, and are not late for good: their margin is without
+T is the learned time of the runtime's steps (core/step_times.py), wake the copies of the bytes that have left the GPU
+with its seat. Tokens whose model has to be copied first are late anyway, but not late for good: their margin is without
 that, or runtimes that have no room beside each other would come before all prompts. The wait of a prompt is in its
-deadline, which counts from when it was heard; the turns of others are what is decided here. Prompts go first, the least
+deadline, which counts from its arrival; the turns of others are the decision made here. Prompts go first, the least
 margin before others (ServerlessLoRA's Eq. 5, with its waits by tokens): a late first token is late for good. But a
-runtime without any goes first if that turn would make its tokens late, and its margin is the smaller part of what it is
-wanted in.
+runtime without any goes first if that turn would make its tokens late, and its margin is the smaller part of its wanted
+time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ from dormouse.core.step_times import first_token_s, step_s
 from dormouse.schemas.messages import StepsDue
 
 UNKNOWN_TPOT_S: Final = 0.1
-"""Wanted of a token where nobody has said what is."""
+"""Wanted time of a token where none was given."""
 
 WakeTime = Callable[[Running], float]
 """Seconds of copies until a lease has all of its model again."""
 
 
 def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
-    """What a runtime has told, with the deadlines of the functions whose prompts it has."""
+    """Reported work of a runtime, with the deadlines of the functions whose prompts it has."""
     function = own.model.function
     tokens, first = 0, (float("inf"), function.deadline_s)
     for prompts in told.prompts:
@@ -40,7 +40,7 @@ def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
 
 
 def tpot_of(gpu: Gpu, own: Running) -> float:
-    """The least that is wanted of a token by those who have theirs from its runtime."""
+    """The least time wanted of a token, over those who get tokens from its runtime."""
     runtime, least_s = own.model.runtime, own.model.function.tpot_s
     for lease in gpu.leases.values():
         if lease is not own and lease.model.runtime == runtime != "":
@@ -50,7 +50,7 @@ def tpot_of(gpu: Gpu, own: Running) -> float:
 
 
 def turn_s(running: Running) -> float:
-    """What its next step is expected to take."""
+    """Expected time of its next step."""
     due, function = running.due, running.model.function
     return function.best_s if due is None else turn_of(function, due.tokens, due.decoding)
 

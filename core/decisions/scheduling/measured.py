@@ -1,12 +1,11 @@
-"""What links have carried: bandwidths measured from finished wakes, beside those that are configured or assumed. Pure.
+"""Measured bandwidths of links: from finished wakes, beside those that are configured or assumed. Pure.
 
 A wake's time is taken by the executor, from the beginning of the wake (its evictions and moves, the questions to its
-sources) until the last byte is there. So this is what wakes get of a link, a little less than what the link could
-carry, and least for small models: those say nothing here. A wake counts if all its bytes came over one link that
-nothing else used: from the host while no neighbour on the switch copied, or from one other GPU. What was read from a
-file was waited for on a disk.
+sources) until the last byte is there. So this is the bandwidth of wakes, a little less than that of the link, and least
+for small models: those are not counted. A wake counts if all its bytes came over one link that nothing else used: from
+the host while no neighbour on the switch copied, or from one other GPU. Bytes read from a file had to wait for a disk.
 
-What was configured or assumed counts as the first sample, and is used as it is while measurement differs by no more
+A configured or assumed bandwidth counts as the first sample, and is used as it is while measurement differs by no more
 than `TOLERANCE`: on emulated and simulated links it is the truth, and noise must not make equal GPUs unequal, because
 of equals the one with most room is taken. For the same reason a GPU has the node's estimate unless its own differs by
 more than `OWN_TOLERANCE`. A configured link that wakes never reach is corrected, as an assumed one is.
@@ -24,17 +23,17 @@ from dormouse.core.decisions.scheduling.topology import Topology
 from dormouse.schemas.messages import Done
 
 MIN_NBYTES: Final = 16 << 20
-"""Smaller wakes measure what a wake takes besides copying: about a millisecond, as much as this takes on a link."""
+"""Smaller wakes measure the other costs of a wake: about a millisecond, as much as this takes on a link."""
 
 DECAY: Final = 0.8
-"""Weight of what was known, per sample: a link that has changed is believed after some ten."""
+"""Weight of the earlier estimate, per sample: a changed link is believed after some ten."""
 
 PRIOR_NBYTES: Final = 64 << 20
-"""What a configured or assumed bandwidth weighs: less than one wake of a model worth evicting."""
+"""Weight of a configured or assumed bandwidth: less than one wake of a model worth evicting."""
 
 TOLERANCE: Final = 0.15
-"""Share by which measurement may differ from what is configured before it is believed: about what a wake of 100 MB
-takes besides copying them.
+"""Share by which measurement may differ from configuration before it is believed: about the other costs of a wake of
+100 MB.
 """
 
 OWN_TOLERANCE: Final = 0.3
@@ -44,8 +43,8 @@ MISSES: Final = 4
 
 
 class Rate:
-    """Bytes over seconds of lately: large copies weigh more. ``bps`` is what decisions read, ``measured`` what the
-    samples say.
+    """Bytes over seconds of lately: large copies weigh more. ``bps`` is read by decisions, ``measured`` is the
+    bandwidth of the samples.
     """
 
     __slots__ = ("_misses", "_nbytes", "_seconds", "_stated_bps", "bps", "measured")
@@ -88,7 +87,7 @@ class Measured:
         self.known(topology)
 
     def known(self, topology: Topology) -> None:
-        """The links are these; what was measured is forgotten, as it may have been of others."""
+        """The links are these; measurements are forgotten, as they may have been of others."""
         self.topology = topology
         self._node = Rate(topology.host_bps)
         self._gpus: dict[int, Rate] = {}
@@ -106,7 +105,7 @@ class Measured:
         }
         self.switch_bps = self.topology.switch_bps or (self.host_bps if self.topology.uplinks else 0.0)
 
-    # --- what decisions read
+    # --- for decisions
 
     def host(self, gpu: int) -> float:
         """From host memory to this GPU, when nothing else uses the switch."""
@@ -117,7 +116,7 @@ class Measured:
         rate = self._pairs.get((source, target)) if self._pairs else None
         return rate.bps if rate is not None else self.topology.peer(source, target)
 
-    # --- what finished wakes tell
+    # --- from finished wakes
 
     def woke(self, gpu: Gpu, running: Running, done: Done) -> None:
         """A lease is over; ``wake_us`` is known if all copies of its wake have arrived."""
@@ -126,7 +125,7 @@ class Measured:
         number, seconds = gpu.number, running.wake_us / 1e6
         ended_s = running.started_s + seconds
         host_nbytes = done.copied_nbytes - done.peer_nbytes
-        once = not running.used_s  # who has lost its turn may have copied twice, and ``wake_us`` is of the last
+        once = not running.used_s  # a lease that lost its turn may have copied twice, and ``wake_us`` is of the last
         tells = once and done.copied_nbytes >= MIN_NBYTES and not done.file_nbytes and seconds > 0.0
         alone = tells and not done.peer_nbytes and not self._shared(gpu, running, ended_s)
         if host_nbytes:

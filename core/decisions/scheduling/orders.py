@@ -1,4 +1,4 @@
-"""In which order waiting requests are considered for a GPU: pure. `ORDER_CLASSES` has those that a policy may name. An
+"""Order in which waiting requests are considered for a GPU: pure. `ORDER_CLASSES` has those that a policy may name. An
 order holds requests of instances that have no lease; one that is taken out is granted, set aside or put back by the
 scheduler.
 """
@@ -13,7 +13,7 @@ from dormouse.core.decisions.scheduling.state import Waiting
 from dormouse.core.decisions.scheduling.topology import Bandwidths
 
 UPDATE_S: Final = 2.0
-"""How often functions are ranked anew (Torpor's prototype does so every 2 s)."""
+"""Interval of ranking functions anew (Torpor's prototype: 2 s)."""
 
 
 class Order(Protocol):
@@ -33,11 +33,11 @@ class Order(Protocol):
         """Rank functions anew."""
 
     def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
-        """Where it stands, for people: the least comes first. The first number tells late ones from others."""
+        """Its position, for people: the least comes first. The first number separates late ones from others."""
 
 
 PRUNE: Final = 64
-"""Entries below which nobody looks for those that wait no more."""
+"""Entries below which those that wait no more are not looked for."""
 
 
 class Heaped(ABC):
@@ -121,7 +121,7 @@ class Heaped(ABC):
 
 
 def _waits(waiting: Waiting, arrived_s: float) -> bool:
-    """Whether this is of what it waits for now."""
+    """Whether this is an entry of its current wait."""
     return waiting.live and waiting.arrived_s == arrived_s
 
 

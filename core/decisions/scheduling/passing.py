@@ -1,6 +1,6 @@
 """Turns of language models that go round, many at once: pure. For the simulator. While several runtimes on a GPU have
-tokens to compute, and no prompts, each has a step in turn, and which is next follows from when each had its last one
-(margins.py). So nothing has to be asked for each step: `Rounds.ahead` tells the order, `Rounds.passed` what came of it.
+tokens to compute, and no prompts, each has a step in turn, in an order that follows from their last turns (margins.py).
+So no step needs a decision of its own: `Rounds.ahead` returns the order, `Rounds.passed` takes the result.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,13 +13,13 @@ from dormouse.core.decisions.scheduling.turns import FreeTurns
 from dormouse.schemas.messages import StepsDue
 
 Slack = Callable[[float, float], float]
-"""Of what is wanted of a token, and what a step takes."""
+"""Of the wanted time of a token, and the time of a step."""
 
 SLACKS: Final[dict[str, Slack]] = {
     "margin": lambda tpot_s, step_s: tpot_s - step_s,
     "fifo": lambda tpot_s, step_s: 0.0,
 }
-"""By turn order: what is added to the time of a runtime's last turn; the least sum is next, of equal ones the least
+"""By turn order: the value added to the time of a runtime's last turn; the least sum is next, of equal ones the least
 serial.
 """
 
@@ -44,7 +44,7 @@ class Rounds:
         self._gpus, self._queue, self._turns = gpus, queue, turns
 
     def able(self, number: int) -> bool:
-        """Whether `ahead` may tell of a GPU: nobody waits for a lease, and margins alone say who is next."""
+        """Whether `ahead` may predict a GPU: no request waits for a lease, and margins alone decide the next turn."""
         gpu, queue = self._gpus[number], self._queue
         if self.slack is None or self._turns.turns > 1 or queue.shares.on or gpu.leaves:
             return False
@@ -52,13 +52,12 @@ class Rounds:
 
     @property
     def taken(self) -> bool:
-        """Whether nobody gets a turn anywhere, whatever the core is told."""
+        """Whether no lease gets a turn anywhere, whatever the core receives."""
         return not self._turns.free
 
     def ahead(self, number: int, holder: int, decoding: Mapping[int, int]) -> dict[int, float] | None:
-        """What `SLACKS` says of each of these leases on a GPU, with so many sequences each; one of them has the only
-        turn, and the others want it; it is `able`. None: somebody else wants it, or something is known of them that is
-        not of tokens.
+        """The `SLACKS` value of each of these leases on a GPU, with so many sequences each; one of them has the only
+        turn, and the others want it; it is `able`. None: another lease wants it, or they have work besides tokens.
         """
         gpu, queue, slack = self._gpus[number], self._queue, self.slack
         if slack is None or [each.lease.serial for each in gpu.turns] != [holder]:
@@ -91,8 +90,8 @@ class Rounds:
     def passed(
         self, number: int, began_s: float, now: Passed, others: Iterable[Passed], gone: Iterable[Passed] = ()
     ) -> None:
-        """Who had the turn lost it at ``began_s``. It is ``now``'s; the ``others``, in the order of their last turns,
-        want it; those that are ``gone`` have nothing to compute any more.
+        """The lease with the turn lost it at ``began_s``. It is ``now``'s; the ``others``, in the order of their last
+        turns, want it; those that are ``gone`` have nothing to compute any more.
         """
         gpu, queue = self._gpus[number], self._queue
         old, new = gpu.turns[0], gpu.leases[now.serial]

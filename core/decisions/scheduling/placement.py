@@ -1,4 +1,4 @@
-"""On which GPU a request runs: pure. `PLACEMENT_CLASSES` has those that a policy may name."""
+"""Choice of the GPU on which a request runs: pure. `PLACEMENT_CLASSES` has those that a policy may name."""
 
 import random
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from dormouse.schemas.policy import Policy
 
 COPY_WEIGHT: Final = 1.0
 """A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
-from models that will be copied again. docs/papers.md (placement) has what other weights do.
+from models that will be copied again. docs/papers.md (placement) has the effects of other weights.
 """
 
 SAFETY: Final = 0.1
-"""Share of its deadline that a request which waits for a busy GPU must have left: what is expected may come later."""
+"""Share of its deadline that a request which waits for a busy GPU must have left: the expected end may be late."""
 
 
 class Placement(ABC):
@@ -109,7 +109,7 @@ class Placement(ABC):
 
 
 class Completion(Placement):
-    """Where it is expected to end first, a copy counting twice its own time: fewest requests wait for a link."""
+    """The GPU with the earliest expected end, a copy counting twice its own time: fewest requests wait for a link."""
 
     def by_first_token(self, model: Model) -> bool:
         return self._affinity and model.runtime != ""
@@ -157,7 +157,7 @@ class Completion(Placement):
             running = self._gpus[number].running
             if running is not None and number not in free and resident[number] >= nbytes:
                 if self._gpus[number].leaves or now_s >= running.overdue_s:
-                    continue  # nobody knows when it ends
+                    continue  # its end is unknown
                 seconds = max(0.0, running.ends_s - now_s) + function.run_of(waiting.size)
                 if seconds < best_s and now_s + seconds < latest_s:
                     waiting.held_for = number
@@ -166,8 +166,8 @@ class Completion(Placement):
 
 
 class LeastInterference(Placement):
-    """Where it is, else where a neighbour has it, else where neighbours load least: Torpor's Algorithm 1. A model that
-    is nowhere yet comes to the GPUs in turn, as its prototype places functions when they are registered.
+    """The GPU that has it, else one whose neighbour has it, else one whose neighbours load least: Torpor's Algorithm 1.
+    A model that is nowhere yet comes to the GPUs in turn, as its prototype places functions when they are registered.
     """
 
     _turn = 0
@@ -200,7 +200,7 @@ class LeastInterference(Placement):
 
 
 class MostResident(Placement):
-    """Where most of it is: the least loading time by Tangram's Eq. 3 (its Algorithm 2)."""
+    """The GPU with most of it: the least loading time by Tangram's Eq. 3 (its Algorithm 2)."""
 
     def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         resident = waiting.model.resident
@@ -208,7 +208,7 @@ class MostResident(Placement):
 
 
 class AnyGpu(Placement):
-    """Any free GPU, unless one has the whole model: what Torpor §7.3 compares with (Torpor-Random)."""
+    """Any free GPU, unless one has the whole model: the baseline of Torpor §7.3 (Torpor-Random)."""
 
     from_peers = False
 
@@ -247,8 +247,8 @@ class Bound(Placement):
     @staticmethod
     def _unbound(gpu: Gpu) -> int:
         """Bytes that no model has, nor the one that is running once it has all of its own. Neither of two ways to count
-        them says too much: what was free last may be so without what is coming already, and by instance, shared bytes
-        count for each user.
+        overestimates them: the last reported free bytes may be taken by models on their way, and by instance, shared
+        bytes count for each user.
         """
         if not gpu.leases:
             return gpu.stats.free_nbytes

@@ -1,17 +1,17 @@
-"""What idle GPUs are given before anybody asks for it (ServerlessLoRA §4.1): pure.
+"""Models for idle GPUs ahead of requests (ServerlessLoRA §4.1): pure.
 
-A GPU on which nobody computes, while no request waits, is given the models that are likely to be asked for next, one
-after the other. Which ones: what would be worth most there, if all could be chosen anew (holding.py). A byte is
-worth the rate of requests seen, of which old ones count less, times the wait that it saves. So nothing is predicted
-that has not been asked for.
+A GPU on which no lease computes, while no request waits, is given the models that are likely to be asked for next, one
+after the other: those that would be worth most there, if all could be chosen anew (holding.py). A byte is worth the
+rate of requests seen, of which old ones count less, times the wait that it saves. So nothing is predicted that has not
+been asked for.
 
-A model whose function adds to a base (an adapter) is two artefacts: its base, which is worth what it is to all who
-share it, and its own bytes, which are of use only beside it. What makes a first token late besides is not chosen here:
-a function's process is forked while it is deployed, and a language model's runtime is opened with its first preload.
+A model whose function adds to a base (an adapter) is two artefacts: its base, worth the sum over all functions that
+share it, and its own bytes, which are of use only beside it. Other causes of late first tokens are not handled here: a
+function's process is forked while it is deployed, and a language model's runtime is opened with its first preload.
 
 It costs no request anything. The executor gives such copies up for the first wake there, and the controller has them
-given up when a neighbour on the same switch begins to copy. Only what is worth less makes room: the executor sees to
-that, for it alone knows who shares a segment. What it has refused is not tried again for a while.
+given up when a neighbour on the same switch begins to copy. Only bytes of less worth make room: the executor ensures
+that, for it alone knows the sharers of a segment. A refused model is not tried again for a while.
 """
 
 from collections.abc import Generator
@@ -51,18 +51,18 @@ REST_S: Final = 0.05
 
 PLAN_S: Final = 1.0
 MANY: Final = 100
-"""Between two looks at what could be brought, for up to so many models; for more of them, in proportion."""
+"""Between two looks at possible preloads, for up to so many models; for more of them, in proportion."""
 
 SLICE: Final = 24
 """Of a look, with one Tick: some thirty microseconds."""
 
 REFUSED_S: Final = 30.0
-"""What an executor had no room for is not tried again for so long, nor a runtime that was opened and is not there."""
+"""Time without another try after an executor had no room, or after a runtime was opened and is not there."""
 
 MAX_REFUSED: Final = 4096
 
 MAX_WISHED: Final = 64
-"""Functions whose models somebody waits for; who wished first is forgotten."""
+"""Most functions whose models were wished for; the oldest wish is forgotten."""
 
 
 Key = TypeVar("Key")
@@ -81,16 +81,16 @@ class Preloading:
         self._on = False
         self._looked_s = self._now_s = -inf
         self._looking: Slices[None] | None = None
-        self._found: tuple[Gpu, Model] | None = None  # what is to come, and where
-        self._plans: dict[int, tuple[Holding, Generator[int | Model, None, None]]] = {}  # by GPU: what comes next there
+        self._found: tuple[Gpu, Model] | None = None  # the model that is to come, and its GPU
+        self._plans: dict[int, tuple[Holding, Generator[int | Model, None, None]]] = {}  # by GPU: its next artefacts
         self._again: dict[int, None] = {}  # GPUs to which something has come, and for which there is room
         self._refused: dict[tuple[int, str], float] = {}  # by GPU and function: until when
-        self._wished: dict[str, float] = {}  # by function: until when somebody waits for it
+        self._wished: dict[str, float] = {}  # by function: until when it is waited for
         self._opened: dict[tuple[int, str], float] = {}  # by GPU and runtime
         self.due_s = inf
 
     def choose(self, policy: Policy, placement: Placement) -> None:
-        self._on = policy.preload and not placement.binds  # whose models never leave
+        self._on = policy.preload and not placement.binds  # of a bound placement, models never leave
         self.placement = placement
         self.due_s, self._looking = inf, None
         self._plans.clear()
@@ -100,12 +100,12 @@ class Preloading:
     # --- events
 
     def used(self, model: Model) -> None:
-        """What is known of its function's requests has changed."""
+        """The statistics of its function's requests have changed."""
         if self._on:
             self._families.touch(model.instance)
 
     def follow(self, event: Event, now_s: float, waits: bool, actions: list[Action]) -> None:
-        """After each event, and what it led to. ``waits``: some request does."""
+        """After each event and its effects. ``waits``: some request does."""
         if self._wished:
             self._bring_wished(now_s, actions)
         if not self._on:
@@ -135,7 +135,7 @@ class Preloading:
             _until(self._refused, (number, event.function), event.until_s)
 
     def _bring_wished(self, now_s: float, actions: list[Action]) -> None:
-        """To GPUs on which nobody computes, with most of a model or most room; looked at again after each event, but
+        """To GPUs on which no lease computes, with most of a model or most room; looked at again after each event, but
         no further than that while there is none. Of several instances, any: their models are the same.
         """
         for name in [name for name, until_s in self._wished.items() if until_s <= now_s]:
@@ -161,11 +161,11 @@ class Preloading:
             self.due_s = max(now_s + REST_S, self._looked_s + pause_s)
 
     def _clear(self, waking: Gpu, actions: list[Action]) -> None:
-        """What copies for a lease there has the links of its switch to itself."""
+        """Gives up other copies on this switch: copies for a lease have its links to themselves."""
         actions.extend([StopPreloadOn(gpu.number) for gpu in waking.neighbours if gpu.preload])
 
     def over(self, event: PreloadOver, now_s: float) -> None:
-        """What came of it, as its executor says."""
+        """Its outcome, as reported by its executor."""
         gpu = self._books.gpus.get(event.gpu)
         if gpu is None or gpu.epoch != event.epoch:
             return
@@ -186,7 +186,7 @@ class Preloading:
                 self._wished.pop(model.function.name, None)
         if event.outcome != "there" or evicts:
             self._plans.pop(gpu.number, None)
-        elif self._on:  # else it was somebody's wish
+        elif self._on:  # else it was a wish
             self._again[gpu.number] = None  # the next one has room, too
             self.due_s = now_s
 
@@ -207,7 +207,7 @@ class Preloading:
                 self._found = None
             done += cost
             if done >= SLICE:
-                self.due_s = now_s  # after what others have sent meanwhile
+                self.due_s = now_s  # after events sent meanwhile
                 return
         self._looking = None
         if self._again:
@@ -227,7 +227,7 @@ class Preloading:
         return True
 
     def _choosing(self, idle: list[Gpu], now_s: float) -> Slices[None]:
-        """What is to come to each of them."""
+        """Chooses the next model for each of them."""
         yield from self._families.settle()
         for gpu in idle:
             planned, chosen = self._plan(gpu, now_s)
@@ -261,7 +261,7 @@ class Preloading:
         return known
 
     def _bring(self, gpu: Gpu, model: Model, now_s: float, waits: bool, actions: list[Action]) -> None:
-        """If all is as it was when it was chosen."""
+        """Begins it, if nothing has changed since it was chosen."""
         known = self._books.gpus.get(gpu.number) is gpu and self._books.models.get(model.instance) is model
         if known and not waits and not model.leased and self._idle(gpu, now_s):
             self._begin(gpu, model, now_s, actions)
@@ -270,8 +270,8 @@ class Preloading:
         self._stir(now_s)
 
     def worth(self, gpu: Gpu, coming: str) -> dict[str, float]:
-        """Of a byte of each model there, and of what comes, ascending: what is worth less makes room for it; all but
-        what is pinned, for what somebody waits for.
+        """Worth of a byte of each model there, and of the coming one, ascending: models of less worth make room for it;
+        for a wished model, all but pinned ones do.
         """
         known = self._books.models
         models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
@@ -287,7 +287,7 @@ class Preloading:
         return pinned_last({instance: each for each, instance in sorted(worth)}, models)
 
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
-        """Nobody computes there, and nothing else comes over its switch."""
+        """Whether no lease computes there, and nothing else comes over its switch."""
         copying = (running for each in gpu.neighbours for running in each.leases.values() if running.copying_nbytes)
         return not (
             gpu.preload

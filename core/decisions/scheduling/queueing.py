@@ -1,6 +1,6 @@
-"""The requests that wait for a lease: pure. One of an instance that has a lease is *parked* until that is over. One
-that is sooner done on a busy GPU than on a free one is *held* until that GPU's lease is over, and so are the others of
-its instance. All the rest are in the policy's order.
+"""Queue of requests that wait for a lease: pure. One of an instance that has a lease is *parked* until that is over.
+One that is sooner done on a busy GPU than on a free one is *held* until that GPU's lease is over, and so are the others
+of its instance. All the rest are in the policy's order.
 """
 
 from bisect import bisect_left, insort
@@ -22,7 +22,7 @@ _number: Final = attrgetter("request")
 _arrived: Final = attrgetter("arrived_s", "request")
 
 LOOK: Final = 32
-"""Requests of a GPU, or of an instance, that are considered again when what they wait for is free: the others would
+"""Requests of a GPU, or of an instance, that are considered again when their GPU or instance is free: the others would
 only wait again. Of an instance the oldest and the newest: under overload the old are late and the new may not be.
 """
 
@@ -210,7 +210,7 @@ class Queue:
             self.held_until_s = min(self.held_until_s, gpu.running.overdue_s)
 
     def postpone(self, number: int, until_s: float) -> None:
-        """What is held for this GPU is to be considered again then, or when something happens there."""
+        """Requests held for this GPU are to be considered again then, or when something happens there."""
         self._postponed[number] = until_s
         self.held_until_s = min(self.held_until_s, until_s)
 
@@ -240,7 +240,7 @@ class Queue:
             self.begun(self._gpus[number], now_s)
 
     def let_go_overdue(self, now_s: float) -> None:
-        """Nobody knows any more when the leases that these wait for end."""
+        """The ends of the leases that these wait for are no longer predictable."""
         if self.held_until_s <= now_s:
             for number in sorted(self._holding | self._postponed.keys()):  # one that jumps the order is held nowhere
                 gpu = self._gpus[number]

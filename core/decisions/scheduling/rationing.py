@@ -1,13 +1,15 @@
-"""What is given up while links are too slow for all: pure. A wake whose copy takes longer than others can wait keeps a
-GPU and a link from them, and cannot be interrupted. While GPUs or links are scarce and requests are late because of
-others, the functions that need most link seconds are given up; their wakes then get a small share of the GPUs' time.
+"""Choice of functions to give up while links are too slow for all: pure. A wake whose copy takes longer than others can
+wait keeps a GPU and a link from them, and cannot be interrupted. While GPUs or links are scarce and requests are late
+because of others, the functions that need most link seconds are given up; their wakes then get a small share of the
+GPUs' time.
 
 A model's bytes are either in GPU memory or come over a link at each request. Memory is best filled by rate, highest
 first; ``r*`` is the rate where it is full. Without a function of rate r and s bytes, links carry
 
     min(r, r*) s   bytes per second less:
 
-its own, or those of what takes its place in memory. Who needs most is given up first, which leaves most functions.
+its own, or those of the models that take its place in memory. The neediest is given up first, so that most functions
+remain.
 """
 
 from collections import Counter
@@ -21,7 +23,7 @@ from dormouse.core.decisions.scheduling.topology import Bandwidths
 MIN_SHARE: Final = 0.02
 MAX_SHARE: Final = 0.5
 """Of the GPUs' time, for wakes of functions that are given up: each of them makes others late that meet it. It grows
-while nobody is late, and is halved when somebody is.
+while no request is late, and is halved when one is.
 """
 
 GROWTH: Final = 1.0005
@@ -32,50 +34,51 @@ LONG: Final = 0.5
 
 LATE: Final = 2.0
 FEW: Final = 4.0
-"""Late requests in parts of what the functions' percentiles allow, and their number, from which on something must be
-given up. Those alone count that others have made late: who is late by itself is so without them, too.
+"""Late requests in parts of the number that the functions' percentiles allow, and their number, from which on something
+must be given up. Only requests that others have made late count: the rest would be late without them, too.
 """
 
 SCARCE: Final = 0.6
-"""Part of the GPUs' time or of the links' bandwidth that is used, from which on it is scarce. Below, who is late wants
-more than there is, and to give others up would help nobody.
+"""Part of the GPUs' time or of the links' bandwidth that is used, from which on it is scarce. Below, late requests want
+more than there is, and giving others up would help none of them.
 """
 
 IDLE: Final = 0.1
-"""The same, up to which those that are given up may have twice as much with each look: they harm nobody."""
+"""The same, up to which those that are given up may have twice as much with each look: they harm no others."""
 
 SACRIFICE: Final = 0.08
 """Share of all requests that may be given up beyond the share that others had made late: they are late for certain."""
 
 HARM: Final = 0.75
 CALM: Final = 0.25
-"""Late requests in parts of what is allowed, from which on those that are given up get less, and up to which more."""
+"""Late requests in parts of the allowed number, from which on those that are given up get less, and up to which more.
+"""
 
 ENOUGH: Final = 0.2
 """From this share on, some are taken back."""
 
 STEP: Final = 0.7
 STEP_BACK: Final = 1.05
-"""Share of the link seconds that is left after some were given up, and after some were taken back."""
+"""Remaining share of the link seconds after some were given up, and after some were taken back."""
 
 SETTLE_S: Final = 4.0
 """For so long after that nothing is concluded: copies on their way still make others late."""
 
 DECAY: Final = 0.5
 SLOW_DECAY: Final = 0.95
-"""Weight of what was seen before, per look: of what decides when, and of what decides how much."""
+"""Weight of earlier observations, per look: of those that decide when, and of those that decide how much."""
 
 MIN_ENDS: Final = 50.0
 """Fewer requests tell nothing of a share."""
 
 PROBE_S: Final = 30.0
 MAX_PROBE_S: Final = 1800.0
-"""How long to be calm before one is taken back, and the most that this becomes by doubling when it did not do."""
+"""Time to be calm before one is taken back, and the most that this becomes by doubling when it did not do."""
 
 
 @dataclass(slots=True)
 class Recent:
-    """What leases have used, and what became of requests."""
+    """Recent use by leases, and fates of requests."""
 
     ends: float = 0.0
     late: float = 0.0  # because of others
@@ -107,7 +110,7 @@ class Rationing:
         self._patience_s = float("inf")
         self._allowed = self._late = 0.0
         self._recent = Recent()
-        self._worst = 0.0  # share of late requests since somebody is given up
+        self._worst = 0.0  # share of late requests since a function is given up
         self._looked_s = self._look_s = self._back_s = 0.0
         self._calm_s = PROBE_S
         self._share = MIN_SHARE
@@ -124,7 +127,7 @@ class Rationing:
 
     def crowded(self, now_s: float) -> int | None:
         """The GPU whose long wake ends first, if all others but one have such, too, and most requests have none:
-        somebody must be there for those who cannot wait.
+        one must remain for requests that cannot wait.
         """
         if 2.0 * self._recent.long >= self._recent.leases:
             return None
@@ -153,7 +156,7 @@ class Rationing:
     # --- functions
 
     def update(self, now_s: float) -> bool:
-        """Look at what has ended since the last time; whether somebody was given up or taken back."""
+        """Looks at requests ended since the last time; returns whether a function was given up or taken back."""
         shown = [function for function in self._functions.values() if function.ends]
         if not shown or not self._gpus:
             return False
@@ -182,7 +185,7 @@ class Rationing:
         return False
 
     def _load(self, ends: int, late: int, now_s: float) -> float:
-        """Take these into account; what part of the GPUs' time or the links' bandwidth is used, whichever is more."""
+        """Takes these into account; returns the used part of the GPUs' time or of the links, whichever is more."""
         recent, gpus = self._recent, self._gpus
         recent.ends += ends
         recent.late += late
@@ -198,7 +201,7 @@ class Rationing:
         return load
 
     def _links_bps(self) -> float:
-        """What all GPUs together can have from the host."""
+        """Bandwidth of all GPUs together from the host."""
         host_bps, switch_bps = self._topology.host_bps, self._topology.switch_bps
         if not switch_bps:
             return host_bps * len(self._gpus)
@@ -267,7 +270,7 @@ class Rationing:
         return True
 
     def forget(self) -> None:
-        """The policy gives nobody up."""
+        """The policy gives no function up."""
         for function in self._functions.values():
             function.given_up = False
         self._patience_s, self._share, self.next_s = float("inf"), MIN_SHARE, 0.0

@@ -1,5 +1,5 @@
-"""Why requests wait and models were evicted, in words: pure. Looks at the scheduler's state and changes nothing; no
-decision reads it. What is said of the order is what the scheduler would do now, with what it expects now.
+"""Explanations of waiting requests and evicted models, in words: pure. Looks at the scheduler's state and changes
+nothing; no decision reads it. The explained order is that of the scheduler's present state and expectations.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from dormouse.core.decisions.scheduling.state import Gpu, Running, Waiting
 from dormouse.core.quantities import duration, size
 
 OLDEST: Final = 20
-"""Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
+"""Requests that are explained one by one, for a person to read. Others are counted by kind of reason."""
 
 
 class Reasons:
@@ -57,7 +57,7 @@ class Reasons:
         return {"oldest": oldest, "others": dict(others)}
 
     def why(self, waiting: Waiting) -> tuple[str, str]:
-        """The kind of reason, which programs may count, and what a person is told."""
+        """The kind of reason, which programs may count, and the text for people."""
         scheduler, now_s = self._scheduler, self._now_s
         gpus, policy = scheduler.gpus, scheduler.policy
         if not gpus:
@@ -104,7 +104,7 @@ class Reasons:
         )
 
     def _turn(self, gpu: Gpu) -> str:
-        """Why a lease that has a seat does not compute."""
+        """Reason why a lease that has a seat does not compute."""
         names = [running.model.function.name or running.instance for running in gpu.turns]
         text = f"it has a seat on GPU {gpu.number} and waits for its turn again"
         if not names:
@@ -116,7 +116,7 @@ class Reasons:
         return f"{text}: {', '.join(names)} have theirs" + (f", the first{more}" if more else "")
 
     def _margin(self, lease: Running) -> str:
-        """How long what its runtime has to compute may still wait."""
+        """Time that its runtime's work may still wait."""
         if (due := lease.due) is None:
             return ""
         what = "a first token" if due.tokens else "its tokens"
@@ -150,7 +150,7 @@ def evicted(last: LastEviction | None, eviction: str, now_s: float) -> dict[str,
 
 
 def preloaded(last: LastPreload | None, now_s: float) -> dict[str, Any] | None:
-    """What a GPU was given last before anybody asked for it, and why."""
+    """The last model brought to a GPU before any request for it, and the reason."""
     if last is None:
         return None
     saved = duration(1000 * last.saved_s)
@@ -165,7 +165,7 @@ def preloaded(last: LastPreload | None, now_s: float) -> dict[str, Any] | None:
 
 
 def _duration(seconds: float) -> str:
-    """Of what is expected: to a millisecond."""
+    """Of an expected time: to a millisecond."""
     return duration(round(1000 * seconds))
 
 

@@ -1,10 +1,10 @@
-"""The scheduling core: pure. Decides which waiting request gets which GPU, and what models there are worth. No I/O,
-no clock, no randomness but a seeded field. The live controller and the simulator run this same class.
+"""The scheduling core: pure. Decides which waiting request gets which GPU, and the worth of models there. No I/O, no
+clock, no randomness but a seeded field. The live controller and the simulator run this same class.
 
-The parts: what it is told (inventory.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), what
-is given up while links are too slow (rationing.py), where it runs (placement.py) and how leases begin (granting.py,
-turns.py, margins.py) and end (leases.py, leaving.py), what makes room (keeping.py), what is brought before it is asked
-for (preloading.py, filling.py), and links (topology.py, measured.py). One lease per instance; a GPU has one turn, or as
+The parts: known state (inventory.py, state.py), waiting requests (queueing.py) and their order (orders.py,
+seniority.py), functions given up while links are too slow (rationing.py), placement (placement.py), begins
+(granting.py, turns.py, margins.py) and ends of leases (leases.py, leaving.py), evictions (keeping.py), preloads
+(preloading.py, filling.py), and links (topology.py, measured.py). One lease per instance; a GPU has one turn, or as
 many as the policy says, and any number of seats.
 
 A lease's states::
@@ -86,7 +86,7 @@ from dormouse.schemas.policy import DEFAULT, Policy
 
 
 class Scheduler:
-    """See the module. ``handle`` takes one event and returns what must be done; equal event sequences give equal
+    """See the module. ``handle`` takes one event and returns its actions; equal event sequences give equal
     actions.
     """
 
@@ -121,7 +121,7 @@ class Scheduler:
         self._follow(policy)
 
     def _follow(self, policy: Policy) -> None:
-        """By which policy models are kept and placed from now on."""
+        """The policy by which models are kept and placed from now on."""
         self.policy = policy
         if not self._queue.order.gives_up:
             self._rationing.forget()
@@ -222,7 +222,7 @@ class Scheduler:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a Tick is due: for a lease or an executor that lasts too long, a request that waits for a busy GPU."""
+        """Time of the next Tick: for a lease or executor that lasts too long, a request that waits for a busy GPU."""
         due_s = min(
             self._queue.held_until_s,
             self._leases.due_s,
@@ -238,7 +238,7 @@ class Scheduler:
     # --- events
 
     def _used(self, model: Model) -> None:
-        """What its bytes are worth may have changed."""
+        """The worth of its bytes may have changed."""
         self._keeping.used(model)
         self._preloading.used(model)
 
@@ -333,7 +333,7 @@ class Scheduler:
 
     def _answered(self, event: Answered, now_s: float, actions: list[Action]) -> None:
         """Its instance is through with it. One that has given the GPU nothing, and for which nothing had to be brought,
-        is over; the executor is told with the next that it hears.
+        is over; the executor is notified with its next message.
         """
         running = self._leases.by_request.get(event.request)
         if running is None:
@@ -362,7 +362,7 @@ class Scheduler:
         gpu.stats = done.stats
         self._books.follow(gpu, done.resident, running.instance if running is not None else "", now_s)
         if running is None:
-            return  # its instance had said that it gave the GPU nothing
+            return  # its instance had reported that it gave the GPU nothing
         self.bandwidths.woke(gpu, running, done)
         self._leases.ended(gpu, running, now_s)
         if self.models.get(running.instance) is not running.model:
@@ -379,14 +379,14 @@ class Scheduler:
         gpu = self.gpus.get(event.gpu)
         if gpu is not None and gpu.epoch == event.epoch:
             gpu.stats = event.stats
-            own = gpu.turns[0].instance if len(gpu.turns) == 1 else ""  # of several, nobody says which needed it
+            own = gpu.turns[0].instance if len(gpu.turns) == 1 else ""  # of several, it is not reported which needed it
             self._books.follow(gpu, event.resident, own, now_s, "wake" if event.seated else "memory")
             self._queue.let_go(gpu, now_s, len(gpu.held))
 
     # --- questions
 
     def worth(self, gpu: int, coming: str = "") -> dict[str, float]:
-        """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
+        """Worth of each model on a GPU, for evictions there; see `Keeping.worth`."""
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
 
     def instances_of(self, function: str) -> list[str]:
@@ -402,7 +402,7 @@ class Scheduler:
         return any(max(model.resident.values(), default=0) >= model.nbytes for model in models.values())
 
     def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
-        """The same for what comes there before anybody asks; see `Preloading.worth`."""
+        """The same for a preload there; see `Preloading.worth`."""
         return self._preloading.worth(self.gpus[gpu], coming)
 
     def heavy(self, model: Model) -> bool:
@@ -415,7 +415,7 @@ class Scheduler:
 
     @property
     def drained(self) -> frozenset[int]:
-        """GPUs that are drained, or will be when what runs there is over."""
+        """GPUs that are drained, or will be when their leases are over."""
         return self._leaving.drained
 
     @property
@@ -427,12 +427,12 @@ class Scheduler:
         return self._granting.margin_s(running, now_s)
 
     def counts(self, function: str) -> FunctionCounts:
-        """What a function has had so far."""
+        """Counts of a function so far."""
         known = self.functions.get(function)
         return known.counts if known is not None else FunctionCounts()
 
     def too_large(self, instance: str) -> Failure | None:
-        """Why no GPU could ever hold this instance's model, as far as its size and GPUs are known."""
+        """Reason why no GPU could ever hold this instance's model, as far as its size and GPUs are known."""
         model = self.models.get(instance)
         return self._books.too_large(model) if model is not None else None
 

@@ -1,7 +1,7 @@
-"""Who has waited too long: pure. A request that others have overtaken for longer than the policy's bound is overdue.
-Overdue requests, oldest first, get a share of the GPUs' time before all others. Without it, a policy that serves first
-what can still be in time never serves some while it rains; with all of the time, a backlog would make everybody late,
-also those who come after it.
+"""Requests that have waited too long: pure. A request that others have overtaken for longer than the policy's bound is
+overdue. Overdue requests, oldest first, get a share of the GPUs' time before all others. Without it, a policy that
+serves requests first that can still be in time never serves some under lasting load; with all of the time, a backlog
+would make all requests late, also those that come after it.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ LOOK: Final = 64
 
 
 class Seniority:
-    """Deficit accounting: the time granted to others while somebody is overdue is owed in the share's proportion."""
+    """Deficit accounting: the time granted to others while a request is overdue is owed in the share's proportion."""
 
     def __init__(self, policy: Policy) -> None:
         self._bound_s = policy.passed_over_ms / 1000 if policy.passed_over_ms else float("inf")

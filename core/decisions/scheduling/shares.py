@@ -1,9 +1,9 @@
 """Shares of the GPUs' time among tenants: pure. Weighted fair turns, as start-time fair queueing has them.
 
-A tenant's *virtual time* is the seconds of turns that it has had, over its share. Of the tenants who wait, those whose
+A tenant's *virtual time* is the seconds of turns that it has had, over its share. Of the waiting tenants, those whose
 virtual time is within LEAD_S of the least are served in the policy's order; the others are over their share, and wait
-as long as one of those waits, and no longer: time that nobody else wants is theirs. Who has not wanted any for a while
-is not owed it: it begins at most CREDIT_S before those who have.
+as long as one of those waits, and no longer: time that no other tenant wants is theirs. Unwanted time is not owed: a
+tenant that wants time again begins at most CREDIT_S before those who have had theirs.
 """
 
 from collections import Counter, defaultdict
@@ -13,19 +13,19 @@ from typing import Final
 from dormouse.core.decisions.scheduling.state import Gpu, Running, Waiting
 
 LEAD_S: Final = 0.2
-"""How far ahead of the others a tenant may be, in seconds of a GPU at the mean share, before it is over its share. So
-long deadlines decide among tenants, and a model that is there may serve several requests in a row.
+"""Most seconds of a GPU at the mean share that a tenant may be ahead of the others before it is over its share. So long
+deadlines decide among tenants, and a model that is there may serve several requests in a row.
 """
 
 CREDIT_S: Final = 0.25
-"""More than LEAD_S: who comes after a while is served before those who are at their limit."""
+"""More than LEAD_S: a tenant that comes after a while is served before those at their limit."""
 
 PRUNE: Final = 64
-"""Tenants below which nobody looks for those that nothing needs to be known of."""
+"""Tenants below which those without any state worth keeping are not looked for."""
 
 EXPECT_S: Final = 1.0
-"""Of the time that a lease is expected to take, so much is counted when its turn begins, at most: what a language
-model's takes nobody knows.
+"""Most seconds of a lease's expected time that count when its turn begins: the time of a language model's lease is not
+predictable.
 """
 
 
@@ -39,7 +39,7 @@ class Shares:
         self._unnamed = 1.0  # the weight of others
         self._virtual_s: dict[str, float] = {}
         self._prune_at = PRUNE
-        self._floor_s = 0.0  # the least of those who want time; never less than it was
+        self._floor_s = 0.0  # the least of tenants that want time; never less than it was
         self._expected_s: defaultdict[str, float] = defaultdict(float)  # the same of turns that go on
         self._waiting: Counter[str] = Counter()
 
@@ -62,7 +62,7 @@ class Shares:
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, self._unnamed)
 
-    # --- who wants time
+    # --- tenants that want time
 
     def waits(self, waiting: Waiting, now_s: float) -> None:
         """One of its requests does from now on."""
@@ -86,7 +86,7 @@ class Shares:
         """These wait, and no others."""
         self._waiting = Counter(each.tenant for each in waiting)
 
-    # --- who has had some
+    # --- tenants that have had some
 
     def count(self, now_s: float) -> None:
         """Turns until now."""
@@ -98,13 +98,13 @@ class Shares:
             self.began(running, now_s)
 
     def began(self, running: Running, now_s: float) -> None:
-        """It has a turn: what it is expected to take counts as had, until more is known."""
+        """It has a turn: its expected time counts as had, until more is known."""
         if running.turn_s is not None:
             left_s = min(EXPECT_S, running.ends_s - running.turn_s) - (now_s - running.turn_s)
             self._expected_s[running.waiting.tenant] += max(0.0, left_s) / self._weight(running.waiting.tenant)
 
     def _counted(self, running: Running, now_s: float) -> None:
-        """What this lease has had until now."""
+        """Counts this lease's time until now."""
         had_s = running.held_s(now_s)
         if had_s != running.counted_s:
             tenant, more_s = running.waiting.tenant, had_s - running.counted_s
@@ -127,7 +127,7 @@ class Shares:
             self._floor_s = max(self._floor_s, min(self._virtual_s.get(tenant, 0.0) for tenant in wanting))
 
     def _forget(self) -> None:
-        """Those of whom nothing is known that would be if they were new."""
+        """Forgets tenants whose state is that of new ones."""
         wanting = {running.waiting.tenant for gpu in self._gpus.values() for running in gpu.leases.values()}
         wanting.update(self._waiting)
         for tenant in [name for name, at_s in self._virtual_s.items() if at_s <= self._floor_s - CREDIT_S]:
@@ -135,13 +135,13 @@ class Shares:
                 del self._virtual_s[tenant]
         self._prune_at = max(PRUNE, 2 * len(self._virtual_s))
 
-    # --- who is next
+    # --- the next tenant
 
     def virtual_s(self, tenant: str) -> float:
         return self._virtual_s.get(tenant, 0.0) + self._expected_s[tenant]
 
     def ascending(self) -> list[tuple[float, str]]:
-        """Tenants that wait, by virtual time: who has had least for its share first."""
+        """Tenants that wait, by virtual time: the one that has had least for its share first."""
         return sorted((self.virtual_s(tenant), tenant) for tenant in self._waiting)
 
     def is_over(self, tenant: str) -> bool:
@@ -156,8 +156,8 @@ class Shares:
     # --- for people
 
     def over_by_s(self, now_s: float) -> dict[str, float]:
-        """Tenants that wait and are over their share by now, and how many seconds of a GPU they are ahead of who has
-        had least. Changes nothing.
+        """Tenants that wait and are over their share by now, and how many seconds of a GPU they are ahead of the tenant
+        with the least. Changes nothing.
         """
         if not self.on:
             return {}

@@ -1,4 +1,4 @@
-"""The scheduler's picture of functions, models, GPUs and waiting requests; plain data that only it changes. No I/O."""
+"""State of functions, models, GPUs and waiting requests; plain data that only the scheduler changes. No I/O."""
 
 from operator import attrgetter
 from typing import Final
@@ -10,7 +10,7 @@ from dormouse.core.decisions.scheduling.functions import Function, LastPreload
 from dormouse.schemas.messages import Lease, PoolStats
 
 OVERRUN: Final = 0.5
-"""By what share of its expected time a lease may be late before it is not expected any more."""
+"""Share of its expected time by which a lease may be late before its end is not expected any more."""
 
 
 class Waiting:
@@ -71,7 +71,7 @@ class Waiting:
 
     @property
     def own_deadline_s(self) -> float:
-        """By which its function is judged."""
+        """Deadline by which its function is judged."""
         return self.deadline_s + self.beyond_s
 
     def measure(self) -> None:
@@ -87,8 +87,8 @@ class Waiting:
 
 
 class DueSteps(msgspec.Struct, frozen=True, gc=False):
-    """What the runtime of a lease had to compute at ``told_s``: ``tokens`` of prompts, of which one has until
-    ``first_s`` and was wanted within ``ttft_s``; and a token of each of ``decoding`` sequences, wanted each ``tpot_s``.
+    """Work of the runtime of a lease at ``told_s``: ``tokens`` of prompts, of which one has until ``first_s`` and was
+    wanted within ``ttft_s``; and a token of each of ``decoding`` sequences, wanted each ``tpot_s``.
     """
 
     told_s: float
@@ -100,8 +100,8 @@ class DueSteps(msgspec.Struct, frozen=True, gc=False):
 
 
 class Model:
-    """What is known of an instance's model. ``rank`` orders models by what keeping a byte of them is worth.
-    ``runtime``: of a language model, the name of that which computes for it.
+    """State of an instance's model. ``rank`` orders models by the worth of keeping a byte of them. ``runtime``: of a
+    language model, the name of its runtime.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Model:
         self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
-        self.told = 0  # the highest number of a request that was told to wait in the instance for a batch
+        self.told = 0  # the highest number of a request reported as waiting in the instance for a batch
         self.came_s: float | None = None  # when the last of those came
         self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
 
@@ -145,9 +145,9 @@ class Model:
 
 
 class Running:
-    """A lease that an executor has been told of and has not yet given back: a seat, and mostly a turn. ``ends_s`` and
-    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``. ``due``: what the
-    runtime of a language model has to compute, while it wants a turn.
+    """A lease that an executor has been sent and has not yet given back: a seat, and mostly a turn. ``ends_s`` and
+    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``. ``due``: the work
+    of a language model's runtime, while it wants a turn.
     """
 
     __slots__ = (
@@ -197,10 +197,10 @@ class Running:
         self.over = False
         self.overran = False  # it has had its turn for so long that others may have it
         self.asked: tuple[float, float] | None = None  # when it came, and its deadline; it waits as one that comes anew
-        self.answered: tuple[int, int] | None = None  # what its instance has said of its batch: taken, together
+        self.answered: tuple[int, int] | None = None  # its instance's report of its batch: taken, together
         self.due: DueSteps | None = None
-        self.rests = False  # it has a turn, and nothing to compute, as far as it has said
-        self.wakes = False  # it has brought what it missed, and has had no step since
+        self.rests = False  # it has a turn, and nothing to compute, as far as reported
+        self.wakes = False  # it has brought its missing bytes, and has had no step since
         self.cold = False  # its runtime had no process there, and has had no step
 
     @property
@@ -210,24 +210,24 @@ class Running:
 
     def wants_again(self, now_s: float) -> None:
         """Its turn was taken while it computed. It waits as one that comes now and is late already: behind those that
-        can be in time, and those that have been late for longer, however many do as it does.
+        can be in time, and those that have been late for longer, however many do likewise.
         """
         waiting = self.waiting
         self.asked = self.asked or (waiting.arrived_s, waiting.deadline_s)
         waiting.arrived_s = waiting.deadline_s = now_s
 
     def waits_no_more(self) -> None:
-        """What it is judged by is when it came."""
+        """It is judged by its arrival again."""
         if self.asked is not None:
             (self.waiting.arrived_s, self.waiting.deadline_s), self.asked = self.asked, None
 
     def held_s(self, now_s: float) -> float:
-        """How long it has had a turn."""
+        """Time that it has had a turn."""
         return self.used_s + (now_s - self.turn_s if self.turn_s is not None else 0.0)
 
     @property
     def overdue_s(self) -> float:
-        """Until when its end may still be waited for."""
+        """Time until which its end may still be waited for."""
         return self.ends_s + OVERRUN * (self.ends_s - self.started_s)
 
     @property
@@ -236,11 +236,11 @@ class Running:
 
 
 class Gpu:
-    """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
-    other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival. ``leases``
-    are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end. One that
-    ``leaves`` gets no more leases (leaving.py). ``preload`` is the instance whose model comes without a lease
-    (preloading.py), "" if none does.
+    """State of a GPU, as reported by its executor. ``capacity_nbytes`` is the most that models can have of it;
+    ``neighbours`` are the other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order
+    of arrival. ``leases`` are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of
+    these to end. One that ``leaves`` gets no more leases (leaving.py). ``preload`` is the instance whose model comes
+    without a lease (preloading.py), "" if none does.
     """
 
     __slots__ = (
@@ -281,7 +281,7 @@ class Gpu:
         self.runtimes: tuple[str, ...] = ()  # of language models, that have a process here
         self.preload = ""
         self.last_preload: LastPreload | None = None
-        self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
+        self.over: list[int] = []  # serials of ended leases without a command, not reported to it yet
 
     def take_turn(self, running: Running, now_s: float) -> None:
         running.turn_s, running.idle, running.rests, running.overran = now_s, False, False, False
@@ -300,10 +300,10 @@ class Gpu:
         return any(running.model.function is function for running in self.leases.values())
 
     def open(self, turns: int) -> bool:
-        """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
+        """Whether one more could have a turn: there is one, or a lease does not use its own."""
         return self.awaited and (len(self.turns) < turns or any(running.spares for running in self.turns))
 
     @property
     def awaited(self) -> bool:
-        """Whether anybody may have a turn here: with ``leaves``, only a lease that wants its turn again."""
+        """Whether any lease may have a turn here: with ``leaves``, only a lease that wants its turn again."""
         return not self.leaves or any(running.waiting.live for running in self.leases.values())

@@ -1,4 +1,4 @@
-"""The policy's order in each tenant, and who of their first ones comes first: pure."""
+"""The policy's order in each tenant, and the choice among the tenants' first requests: pure."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ from dormouse.core.decisions.scheduling.state import Waiting
 from dormouse.core.decisions.scheduling.topology import Bandwidths
 
 ONE: Final = ""
-"""The tenant of all requests where nobody has a share."""
+"""The tenant of all requests where no tenant has a share."""
 
 
 class TenantOrders:

@@ -1,4 +1,4 @@
-"""Which links lie between a GPU and the bytes it wakes from, how fast they are, and what they are doing: pure.
+"""Links between a GPU and the bytes it wakes from, their bandwidths, and the copies on them: pure.
 
 Bandwidths in bytes per second. Copies of GPUs on one switch share it (Torpor §5.3, Fig. 5); copies between two GPUs
 have a link of their own.
@@ -12,16 +12,16 @@ import msgspec
 from dormouse.schemas.messages import GpuPlace
 
 HOST_BPS: Final = 10e9
-"""Until something was measured: about what pinned memory reaches over PCIe 3.0 x16."""
+"""Until something was measured: about the rate of pinned memory over PCIe 3.0 x16."""
 
 NVLINK_BPS: Final = 50e9
-"""Until something was measured: a third of NVLink 2's six links (Torpor's V100), a ninth of NVLink 4's eighteen. What
-counts is that it is more than any PCIe link to the host.
+"""Until something was measured: a third of NVLink 2's six links (Torpor's V100), a ninth of NVLink 4's eighteen. It
+matters only that it is more than any PCIe link to the host.
 """
 
 
 class Bandwidths(Protocol):
-    """What estimates read: a topology, or what was measured of one (measured.py)."""
+    """Bandwidths for estimates: a topology, or the measurements of one (measured.py)."""
 
     @property
     def host_bps(self) -> float:
@@ -70,9 +70,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def discovered(configured: Topology, places: Mapping[int, GpuPlace], keep_switches: bool, keep_peers: bool) -> Topology:
-    """What is configured, and what executors have found out of their GPUs (by number) where nothing is: GPUs on one
-    PCIe switch share its port to the host, which is as wide as one of theirs; NVLink connects pairs. Of other pairs
-    nothing is said before something was measured.
+    """The configured topology, completed by executors' findings about their GPUs (by number): GPUs on one PCIe switch
+    share its port to the host, which is as wide as one of theirs; NVLink connects pairs. Other pairs are unknown until
+    something was measured.
     """
     numbers = {place.uuid: number for number, place in sorted(places.items())}
     count = max(places, default=-1) + 1
@@ -101,7 +101,7 @@ def shared_copy_s(nbytes: float, others: Sequence[float], link_bps: float, switc
     if not others:
         return nbytes / min(link_bps, switch_bps)
     seconds, left = 0.0, nbytes
-    done = 0.0  # what each of the others has had meanwhile
+    done = 0.0  # bytes that each of the others has had meanwhile
     running = sorted(others)
     for index, other in enumerate(running):
         rate = min(link_bps, switch_bps / (len(running) - index + 1))

@@ -1,7 +1,8 @@
-"""Which GPUs have a turn for one more lease: pure.
+"""GPUs that have a turn for one more lease: pure.
 
-Who computes keeps its turn for ``keep_s``, from when all of its model has come. Then whoever waits may have it, and it
-goes on when it has a turn again: neither a time limit that its author chose nor parts of an answer make a turn longer.
+A lease that computes keeps its turn for ``keep_s``, from when all of its model has come. Then a waiting lease may have
+it, and the first goes on when it has a turn again: neither a time limit that its author chose nor parts of an answer
+make a turn longer.
 """
 
 from collections.abc import Iterable
@@ -12,8 +13,8 @@ from dormouse.core.decisions.scheduling.state import Gpu, Running
 
 
 class FreeTurns:
-    """``free``: GPUs that have a turn for one more; ``idle``: those of them where that is another's who does not use
-    it, or has had it for long enough. A GPU has ``turns``.
+    """``free``: GPUs that have a turn for one more; ``idle``: those of them where that turn is that of a lease which
+    does not use it, or has had it for long enough. A GPU has ``turns``.
     """
 
     def __init__(self, turns: int, keep_s: float = inf) -> None:
@@ -23,7 +24,7 @@ class FreeTurns:
         self.idle: set[int] = set()
 
     def changed(self, gpu: Gpu) -> None:
-        """Somebody there has got, left or let go of a turn."""
+        """A lease there has got, left or let go of a turn."""
         number, idle = gpu.number, False
         if gpu.leaves and not gpu.awaited:
             self.free.discard(number)
@@ -41,7 +42,7 @@ class FreeTurns:
         self.idle.discard(number)
 
     def make(self, gpu: Gpu, now_s: float, actions: list[Action]) -> None:
-        """Take one from whoever does not use it, if there is none."""
+        """Takes one from a lease that does not use it, if there is none."""
         if len(gpu.turns) < self.turns:
             return
         spare = [running for running in gpu.turns if running.spares]
@@ -51,13 +52,13 @@ class FreeTurns:
             actions.append(PauseOn(gpu.number, running.lease.serial))
 
     def due_s(self, gpus: Iterable[Gpu]) -> float:
-        """When somebody will have had a turn for long enough."""
+        """Time when a lease will have had a turn for long enough."""
         if self._keep_s == inf:
             return inf
         return min((self._until_s(running) for gpu in gpus for running in gpu.turns), default=inf)
 
     def overran(self, gpus: Iterable[Gpu], now_s: float) -> list[Gpu]:
-        """Where somebody has, since the last look."""
+        """GPUs where a lease has, since the last look."""
         found = []
         for gpu in gpus if self._keep_s < inf else ():
             late = [running for running in gpu.turns if self._until_s(running) <= now_s]
@@ -69,7 +70,7 @@ class FreeTurns:
         return found
 
     def _until_s(self, running: Running) -> float:
-        """Of a lease of several steps, each is a turn, which others may have at any time."""
+        """End of its turn. Of a lease of several steps, each is a turn, which others may have at any time."""
         if running.turn_s is None or running.overran or running.model.runtime:
             return inf
         if running.missing_nbytes and running.wake_us is None:

@@ -1,4 +1,4 @@
-"""A Python program's way to a node, over HTTP: functions, jobs and streams. Needs httpx2, and not torch.
+"""The Python client of a node, over HTTP: functions, jobs and streams. Needs httpx2, and not torch.
 
 ::
 
@@ -7,7 +7,7 @@
     with Client("http://127.0.0.1:8700") as node:
         print(node.invoke("hello", {"x": [1, 2, 3, 4]}))
 
-What each class needs is imported when it is first named: httpx2 takes longer than all else here.
+The modules of a class are imported when it is first named: httpx2 takes longer than all else here.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The client of asyncio programs: see calls.py for what it does, and synchronous.py, which is the same otherwise."""
+"""The client of asyncio programs: calls.py has its methods' work, and synchronous.py is the same otherwise."""
 
 import asyncio
 import time
@@ -50,8 +50,8 @@ class AsyncClient:
         idempotency_key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """What the function answers. ``timeout_s``: for all tries together. With an ``idempotency_key``, a call whose
-        answer was lost is sent again too: the node runs it once. Raises CallError.
+        """Returns the function's answer. ``timeout_s``: for all tries together. With an ``idempotency_key``, a call
+        whose answer was lost is sent again too: the node runs it once. Raises CallError.
         """
         return await self._drive(self._calls.invoke(function, request, timeout_s, idempotency_key, headers))
 
@@ -95,7 +95,7 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Any, None]:
         """The parts of an answer, as they are made: JSON values, text, or bytes. ``pause_timeout_s``: from one to the
-        next. To close it early ends the function's work. Raises CallError.
+        next. Closing it early ends the function's work. Raises CallError.
         """
         send = wire.sent(function, request, headers or {})._replace(timeout_s=pause_timeout_s)
         again = self._calls.again()
@@ -179,9 +179,9 @@ class AsyncJobHandle:
         return await self._client._drive(self._client._calls.job(self.id, "GET"))
 
     async def result(self, timeout_s: float | None = None) -> Any:
-        """What the function answers, once it has. Raises CallTimeout, and what the job failed with."""
+        """Returns the function's answer, once there is one. Raises CallTimeout, and the job's error if it failed."""
         return await self._client._drive(self._client._calls.result(self.id, timeout_s))
 
     async def cancel(self) -> dict[str, Any]:
-        """Where it waits or runs; one that has ended is forgotten. Raises CallError."""
+        """Cancels it if it waits or runs; one that has ended is forgotten. Raises CallError."""
         return await self._client._drive(self._client._calls.job(self.id, "DELETE"))

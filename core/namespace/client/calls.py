@@ -1,6 +1,6 @@
-"""What each method of both clients does: pure. They differ in nothing but that one of them awaits what is sent.
+"""The work of each method of both clients: pure. The clients differ only in that one of them awaits its sends.
 
-A call is a generator, as in wire.py; what it returns is the method's value.
+A call is a generator, as in wire.py; its return value is the method's.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What a call may raise, by the code that the node says (docs/http.md has all codes). Imports nothing of the node."""
+"""Exceptions of calls, by the node's error codes (docs/http.md has all of them). Imports nothing of the node."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -17,7 +17,7 @@ class ConnectionBroke(CallError):
 
 
 class BadAnswer(CallError):
-    """It is not what a node answers; is something else listening there?"""
+    """The answer is not a node's; is something else listening there?"""
 
 
 class CallTimeout(CallError):
@@ -58,7 +58,7 @@ class NotThere(ApiError):
 
 
 class NodeBusy(ApiError):
-    """Too much waits, or was asked for: later it may go. Nothing was run."""
+    """Too many requests wait, or were sent: try later. Nothing was run."""
 
 
 class FunctionFailed(ApiError):
@@ -66,7 +66,7 @@ class FunctionFailed(ApiError):
 
 
 class FunctionRefused(ApiError):
-    """The function ran, and answered with an error of its own: what its status and ``code`` mean, it says itself."""
+    """The function ran, and answered with an error of its own: it defines the meaning of its status and ``code``."""
 
 
 class OutOfRoom(ApiError):
@@ -110,7 +110,7 @@ _BY_STATUS: Final[Mapping[int, type[ApiError]]] = {
 
 
 OF_FUNCTION: Final = "function_error"
-"""The `type` of what a function says itself."""
+"""The `type` of a function's own errors."""
 
 
 def kind_of(status: int, code: str, type_: str = "") -> type[ApiError]:

@@ -1,5 +1,5 @@
-"""How a function's own code calls other functions: not over HTTP but by its instance's way to the router, so it needs
-neither the network nor a key. What is sent, returned and raised is as a Client has it.
+"""Calls of a function's own code to other functions: not over HTTP but by its instance's way to the router, so they
+need neither the network nor a key. Requests, results and exceptions are those of a Client.
 
 ::
 
@@ -8,7 +8,7 @@ neither the network nor a key. What is sent, returned and raised is as a Client 
     def handle(state, request):
         vector = call("embed", {"text": request["text"]})
 
-Whom a function may call, its deploy says (``--call embed``). Decides nothing: the router does.
+A function's deploy names those that it may call (``--call embed``). Decides nothing: the router does.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class OneCall(Protocol):
         ...
 
     def leave(self) -> None:
-        """Its answer is not wanted any more: who waits for it stops. Nothing if there is one."""
+        """Its answer is not wanted any more: the waiting thread stops. Does nothing if there is one."""
         ...
 
 
@@ -49,7 +49,7 @@ def connect(way: Way) -> None:
 
 
 def call(function: str, request: Any = None) -> Any:
-    """What the function answers. Waits for that. Raises ApiError and its kinds, BadAnswer, OutsideRequest."""
+    """Waits for the function's answer, and returns it. Raises ApiError and its kinds, BadAnswer, OutsideRequest."""
     asked = _made(function, request)
     try:
         return _value(asked.answer())

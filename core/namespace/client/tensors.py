@@ -1,4 +1,4 @@
-"""Arrays by the Open Inference Protocol's binary tensors: pure. Whoever calls with arrays has numpy."""
+"""Arrays by the Open Inference Protocol's binary tensors: pure. Callers with arrays have numpy."""
 
 import json
 import struct
@@ -41,7 +41,7 @@ def sent(function: str, tensors: Mapping[str, Any], outputs: list[str] | None, h
 
 
 def _written(name: str, value: Any) -> tuple[str, tuple[int, ...], bytes | memoryview]:
-    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    torch = sys.modules.get("torch")  # a caller with a tensor has imported it
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         if value.dtype == torch.bfloat16:

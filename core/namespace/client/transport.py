@@ -1,4 +1,4 @@
-"""What both clients have in common beside wire.py: how httpx2 is set up, and what its errors mean."""
+"""Common parts of both clients beside wire.py: the settings of httpx2, and the meaning of its errors."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,6 +1,6 @@
-"""How calls look on the wire, what answers mean, and when a call is sent again: pure, for both clients.
+"""Calls on the wire, the meaning of answers, and the rule by which a call is sent again: pure, for both clients.
 
-A call is a generator: it yields what is to be done, ``ToSend`` or ``Rest``, and is sent what came of it.
+A call is a generator: it yields the next act, ``ToSend`` or ``Rest``, and is sent the outcome.
 """
 
 import json
@@ -29,17 +29,17 @@ SSE: Final = "text/event-stream"
 
 MAX_PAUSE_S: Final = 60.0
 WAIT_S: Final = 30
-"""So long the node holds a question for a job that has not ended."""
+"""The time for which the node holds a query for a job that has not ended."""
 
 SLOW_S: Final = 30.0
-"""More than that, such a question may take on its way, and where the node is being started anew."""
+"""Further time that such a query may take on its way, and while the node is being restarted."""
 
 NOT_RUN: Final = frozenset({"bodies_full", "too_many_connections"})
 """Codes of status 503 with which nothing has run."""
 
 
 class ToSend(NamedTuple):
-    """One request. ``timeout_s``: the call's own time that is left."""
+    """One request. ``timeout_s``: the call's remaining time."""
 
     method: str
     path: str
@@ -66,7 +66,7 @@ Steps = Generator[ToSend | Rest, Came | None, HttpReply]
 
 @dataclass(slots=True)
 class Again:
-    """How often one call is sent again, and until when; ``whole``: it may be even if it has run."""
+    """Limits for sending one call again: how often, and until when; ``whole``: it may be even if it has run."""
 
     most: int
     due_s: float | None  # by the clock of ``now_s``
@@ -78,7 +78,7 @@ class Again:
         return None if self.due_s is None else max(0.0, self.due_s - now_s)
 
     def pause_s(self, failure: Exception, now_s: float) -> float | None:
-        """How long to wait before it is sent again; None: not again."""
+        """The pause before it is sent again; None: not again."""
         if isinstance(failure, ApiError):
             if failure.retry_after_s is None or isinstance(failure, FunctionRefused):
                 return None
@@ -103,7 +103,7 @@ def has_not_run(error: ApiError) -> bool:
 
 
 def calling(send: ToSend, again: Again, clock: Any) -> Steps:
-    """One call, sent until it is answered. Raises what the last try came to."""
+    """One call, sent until it is answered. Raises the last try's error."""
     while True:
         came = yield send._replace(timeout_s=again.left_s(clock()))
         failure: Exception
@@ -121,7 +121,7 @@ def calling(send: ToSend, again: Again, clock: Any) -> Steps:
 
 
 def waiting(job: str, again: Again, clock: Any) -> Steps:
-    """Until a job has ended: its answer. Raises CallTimeout, and what the job failed with."""
+    """Wait until a job has ended; returns its answer. Raises CallTimeout, and the error of a failed job."""
     while True:
         left_s = again.left_s(clock())
         wait_s = WAIT_S if left_s is None else min(WAIT_S, ceil(left_s))
@@ -156,7 +156,7 @@ def encoded(request: Any) -> tuple[bytes, str]:
     """The body and its content type. Raises TypeError, ValueError."""
     if isinstance(request, bytes | bytearray | memoryview):
         return bytes(request), OCTETS
-    numpy = sys.modules.get("numpy")  # whoever has an array has imported it
+    numpy = sys.modules.get("numpy")  # a caller with an array has imported it
     if numpy is not None and isinstance(request, numpy.ndarray):
         import io
 
@@ -190,7 +190,7 @@ def _array(data: bytes) -> Any:
 
     try:
         return numpy.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # whatever a stranger's bytes make NumPy raise
+    except Exception as error:  # NumPy may raise anything for untrusted bytes
         raise ValueError(error) from error
 
 

@@ -1,6 +1,6 @@
-"""Decides how much of a GPU's memory is for the pool and how much for activations, and what a person should know.
+"""Decides how much of a GPU's memory is for the pool and how much for activations, and the warnings for a person.
 
-Pure: whoever asks has looked how much is free.
+Pure: the caller has measured how much is free.
 """
 
 from typing import Final, NamedTuple
@@ -9,23 +9,23 @@ from dormouse.core.quantities import size, sizes
 from dormouse.gpuserver.device.protocol import DeviceError
 
 HEADROOM_NBYTES: Final = 1 << 30
-"""Left for what CUDA loads later: kernels, cuBLAS and cuDNN handles. At most a sixteenth of what is free."""
+"""Reserved for later loads by CUDA: kernels, cuBLAS and cuDNN handles. At most a sixteenth of the free memory."""
 
 CONTEXT_NBYTES: Final = 473_000_000
-"""Of a process's context where it cannot be measured: what ServerlessLoRA gives."""
+"""Of a process's context where it cannot be measured: the figure of ServerlessLoRA."""
 
 MAX_CONTEXT_NBYTES: Final = 1 << 30
 """No context takes more: where more is taken, others have some of it."""
 
 
 def context_nbytes(free_nbytes: int, whole_nbytes: int) -> int:
-    """Of a context, by what is free once there is one, and nothing else of this process."""
+    """Of a context, by the free memory once there is one, and nothing else of this process."""
     taken_nbytes = whole_nbytes - free_nbytes
     return taken_nbytes if taken_nbytes <= MAX_CONTEXT_NBYTES else CONTEXT_NBYTES
 
 
 class Budget(NamedTuple):
-    """``shortage``: for a person, if others hold what the node could use."""
+    """``shortage``: for a person, if others hold memory that the node could use."""
 
     pool_nbytes: int
     activation_nbytes: int
@@ -42,8 +42,9 @@ def divided(
     scratch_nbytes: int,
     unit_nbytes: int,
 ) -> Budget:
-    """What GPU ``ordinal`` has for both: ``memory_nbytes``, or what is free if that is 0 or less; of it
-    ``activation_nbytes``, or a quarter. The pool is a number of units. Raises DeviceError if nothing is left for it.
+    """The division of GPU ``ordinal``: of ``memory_nbytes``, but at most the free memory (0: all of it), activations
+    get ``activation_nbytes`` (0: a quarter). The pool is a number of units. Raises DeviceError if nothing is left for
+    it.
     """
     room = free_nbytes - min(HEADROOM_NBYTES, free_nbytes // 16) - scratch_nbytes
     total = min(memory_nbytes or room, room)
@@ -59,7 +60,7 @@ def divided(
 
 
 def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: int, whole_nbytes: int) -> str:
-    """What a person should know of what others hold of the GPU; what a context itself takes is less than an eighth."""
+    """A warning about memory of the GPU that others hold; a context itself takes less than an eighth."""
     if wanted_nbytes > room_nbytes:
         wanted, room = sizes(wanted_nbytes, room_nbytes)
         return (
@@ -74,7 +75,7 @@ def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: i
 
 
 def crowding(left_nbytes: int, activation_nbytes: int) -> str:
-    """What a person should know if others have taken what activations were to have; "" if they have not."""
+    """A warning if others have taken memory meant for activations; "" if they have not."""
     if left_nbytes >= activation_nbytes * 15 // 16:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a thread gives a GPU, captured once and given again in one call."""
+"""CUDA graphs: a thread's work for a GPU, captured once and issued again in one call."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,8 +24,8 @@ class CudaCapture:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that live in it
 
     def __call__(self, call: Callable[[], T]) -> Callable[[], T]:
-        """What computes the same anew, at the same places; it is not computed yet. Raises RuntimeError if it cannot be
-        captured.
+        """A function that computes the same anew, at the same addresses; nothing is computed yet. Raises RuntimeError
+        if it cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:

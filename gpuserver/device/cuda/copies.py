@@ -1,7 +1,7 @@
-"""The copy stream: one thread that issues chunks, keeps a bounded part of them on the link, and says what has arrived.
+"""The copy stream: one thread that issues chunks, keeps a bounded part of them on the link, and reports arrivals.
 
-Decides how far ahead of the link chunks are issued, and what rate a link has reached. Which bytes are copied, and in
-which steps (steps.py), was decided before.
+Decides how far ahead of the link chunks are issued, and measures the rate of a link. The bytes to copy, and their steps
+(steps.py), were decided before.
 """
 
 import threading
@@ -23,7 +23,7 @@ AHEAD_NBYTES: Final = 64 << 20
 ahead of their weights; and all that a cancelled job still copies."""
 
 ASSUMED_NBYTES_S: Final = {Kind.SLAB: 20e9, Kind.PEER: 50e9, Kind.POOL: 500e9}
-"""Before the first copy: below what PCIe 4, NVLink 3 and HBM2 reach."""
+"""Before the first copy: below the rates of PCIe 4, NVLink 3 and HBM2."""
 
 PEER_TRIES: Final = 4
 """Jobs from peers that are made whatever the host's link has reached: NVLink is many times as fast as PCIe, two GPUs
@@ -150,7 +150,7 @@ class CopyStream:
             self._on_lost(lost)
 
     def _next(self) -> CudaCopyJob | None:
-        """The next job; meanwhile, say what has arrived."""
+        """The next job; meanwhile, report arrivals."""
         while self._flight:
             try:
                 return self._jobs.get_nowait()

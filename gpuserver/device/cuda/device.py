@@ -2,9 +2,9 @@
 
 Streams: ``compute``, on which torch runs and the device thread issues; one for copies to the GPU, which the copy thread
 issues to (copies.py); one for copies from it. All are non-blocking: torch's default stream orders nothing here. This
-module decides who waits for whom:
+module decides the order:
 
-* a copy job begins after what the compute stream had been given when the job was given;
+* a copy job begins after the work that the compute stream had when the job was given;
 * the compute stream waits for a copy's event on the GPU, the calling thread at most until that copy is issued;
 * granules are unmapped after the compute stream and every job that touches them have passed, on the host, because
   unmapping is not ordered with any stream;
@@ -53,10 +53,10 @@ class CudaDevice:
     """GPU ``ordinal`` of this process.
 
     Args:
-        memory_nbytes: pool and activations; 0: what is free, less the head-room.
+        memory_nbytes: pool and activations; 0: the free memory, less the head-room.
         activation_nbytes: of it, for activations; 0: a quarter.
         pool: "regions" | "pages" | "buddy".
-        threads: torch's threads on the device thread, for what it does on the host.
+        threads: torch's threads on the device thread, for its work on the host.
         poison: overwrite spans that are given up.
 
     Raises DeviceError, DeviceLost.
@@ -121,7 +121,7 @@ class CudaDevice:
         self.torch_device = self._adapter.device
         self.approximate = self._adapter.approximate
         self.captures = self._adapter.captures
-        self._uncleared: set[int] = set()  # granules that the books take for cleared, after a remap that failed
+        self._uncleared: set[int] = set()  # granules that the pool takes for cleared, after a remap that failed
         self._copies = CopyStream(self._context, chunk_nbytes, lambda error: self.on_lost(error))
         self._copies.staging.reserve()
         self._out_staging.reserve()
@@ -201,7 +201,7 @@ class CudaDevice:
         return self._memory.descriptor(physical)
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
-        """None: a kernel could read a pinned slab, but what that costs beside copies is not measured on a GPU."""
+        """None: a kernel could read a pinned slab, but its cost beside copies is not measured on a GPU."""
         return None
 
     def export(self) -> Exported:
@@ -280,7 +280,7 @@ class CudaDevice:
         self._context.use()
         try:
             driver.synchronize_stream(self._compute)
-        except driver.DriverRefused as error:  # of something that was issued before: which, nobody can say
+        except driver.DriverRefused as error:  # of something that was issued before: it is unknown of what
             driver.lose(DeviceLost(f"the compute stream failed: {error}"))
             driver.require()
 

@@ -1,8 +1,8 @@
 """The CUDA driver, call by call: arguments and results are plain integers, every code is checked.
 
 With virtual.py the only module that drives a GPU through ``cuda.bindings``; runs with 13.0.3 to 13.5 (CI: against a
-fake driver). It decides what a code means: those in :data:`REFUSALS` say that this call did nothing and the next may
-work, and become :class:`DriverRefused`; after any other the state of the context is not known, so it becomes
+fake driver). It decides the meaning of each code: those in :data:`REFUSALS` mean that this call did nothing and the
+next may work, and become :class:`DriverRefused`; after any other the state of the context is not known, so it becomes
 DeviceLost.
 """
 
@@ -70,7 +70,7 @@ _lost: DeviceLost | None = None
 
 
 def lost() -> DeviceLost | None:
-    """What ended the use of CUDA in this process, if anything has: it is noticed by one thread and holds for all."""
+    """The error that ended the use of CUDA in this process, if any: one thread notices it, and it holds for all."""
     return _lost
 
 
@@ -87,8 +87,8 @@ def require() -> None:
 
 
 def call(name: str, *arguments: Any, optional: bool = False) -> Any:
-    """The results after the code: None, one, or a tuple. ``optional``: what can be gone without is refused by any code,
-    if the context still works: drivers answer with codes that no documentation has for these.
+    """The results after the code: None, one, or a tuple. ``optional``: for a call that can be gone without, any code is
+    a refusal if the context still works: drivers return undocumented codes for these.
     """
     require()
     try:

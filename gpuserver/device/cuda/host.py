@@ -1,8 +1,8 @@
-"""What a copy stream reads from and writes to beside the pool: slabs in host memory, pinned where the system lets us,
-and the pinned buffers through which the rest goes.
+"""Host memory that a copy stream reads and writes: slabs, pinned where the system lets us, and the pinned buffers
+through which the rest goes.
 
-The one place that pins memory of others: pinnable memory only (core/shm.py), whose pages stay what they are. That is
-done behind everything else, piece by piece; what is not pinned yet, or cannot be, is copied through the buffers.
+The only module that pins memory of others: pinnable memory only (core/shm.py), whose pages stay in place. Pinning is
+done behind everything else, piece by piece; memory that is not pinned yet, or cannot be, is copied through the buffers.
 Decides when such memory may go: not before the last job that uses it has finished.
 """
 
@@ -156,7 +156,7 @@ class Pinner:
         future.add_done_callback(self._work.discard)
 
     def settle(self) -> None:
-        """Wait until all that was given so far is done, and what followed from it."""
+        """Wait until all work given so far is done, and its consequences."""
         while pending := self._work.copy():
             wait(pending)
 

@@ -2,7 +2,7 @@
 
 Owns handles and addresses. Order is not decided here: whoever unmaps has waited for the last use, and whoever frees has
 waited for all streams. Both kinds hold ``nbytes`` of memory in an address range of ``span_nbytes`` from ``base`` on,
-and say whether there is memory behind a part of that (``covers``); what they export is the caller's to close.
+and report whether there is memory behind a part of that (``covers``); the caller closes their exports.
 """
 
 import os
@@ -23,7 +23,7 @@ LARGE_NBYTES: Final = 64 << 20
 mapped thirty times faster per byte."""
 
 SMALL_NBYTES: Final = 2 << 20
-"""What every GPU so far can map at least, and what a segment loses at most to rounding."""
+"""The least that every GPU so far can map, and the most that a segment loses to rounding."""
 
 LARGE_SHARE: Final = 0.875
 """Of the pool that is made of large granules. Small ones are for small models, for rounding and for KV: to map a byte
@@ -40,7 +40,7 @@ MAX_DESCRIPTORS: Final = 4096
 1,048,576. Pools of more granules are not read by peers."""
 
 OTHER_DESCRIPTORS: Final = 512
-"""Sockets and slabs: what an executor has open besides."""
+"""Sockets and slabs that an executor has open besides."""
 
 
 class CudaBlock:
@@ -144,7 +144,7 @@ class CudaGranules:
         return there is not None and there.granule == mapping.granule
 
     def check(self, mapping: Mapping) -> None:
-        """Raises ValueError for what cannot be: no such granule, not its size, not in the address range."""
+        """Raises ValueError for an impossible mapping: no such granule, not its size, not in the address range."""
         size = 0
         before = 0
         for nbytes, count in self.classes:
@@ -155,7 +155,9 @@ class CudaGranules:
             raise ValueError(f"{mapping} is not a mapping of a pool of {self.classes} in {self.span_nbytes} bytes")
 
     def unmap(self, mappings: Sequence[Mapping]) -> None:
-        """Nothing uses these any more. Raises DeviceLost: what the driver will not unmap can never be used again."""
+        """Nothing uses these any more. Raises DeviceLost: memory that the driver will not unmap can never be used
+        again.
+        """
         for mapping in mappings:
             try:
                 virtual.unmap(self.base + mapping.offset, mapping.nbytes)
@@ -165,7 +167,7 @@ class CudaGranules:
             del self._mapped[mapping.offset]
 
     def map(self, mappings: Sequence[Mapping]) -> None:
-        """All of these or, with DeviceError, none; what was mapped before stays."""
+        """All of these or, with DeviceError, none; earlier mappings stay."""
         begun: list[Mapping] = []
         try:
             for mapping in mappings:
@@ -240,7 +242,7 @@ def _memory() -> str:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raise this process's limit if need be: what the driver answers when it meets that limit is not documented."""
+    """Raise this process's limit if need be: the driver's error at that limit is not documented."""
     wanted = count + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

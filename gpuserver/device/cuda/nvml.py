@@ -1,4 +1,4 @@
-"""Which GPUs share a PCIe switch and which have NVLink between them, asked of NVML. Looks, takes nothing, never raises.
+"""Shared PCIe switches and NVLinks of the GPUs, as NVML reports them. Looks, takes nothing, never raises.
 
 NVML is called by ctypes, not by ``cuda.bindings.nvml``, which the oldest supported bindings do not have. GPUs are known
 by UUID: NVML counts all of the machine in an order of its own, CUDA those of CUDA_VISIBLE_DEVICES.
@@ -76,7 +76,7 @@ class Nvml:
 
 
 def look(uuid: str) -> GpuPlace:
-    """What NVML says of the GPU with this UUID, which is that of CUDA's driver."""
+    """The place of the GPU with this UUID (that of CUDA's driver), according to NVML."""
     try:
         nvml = Nvml()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""A pool's memory in other executors' hands: what travels, and what they make of it.
+"""A pool's memory shared with other executors: its export as a handle, and the import there.
 
-Nothing that travels carries a right: an importer sets its own access. These are the node's own processes.
+No handle carries a right: an importer sets its own access. Importers are the node's own processes.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Whether this machine has GPUs that CUDA can drive, and why not. Looks, takes nothing.
+"""Probe for GPUs that CUDA can drive on this machine, or the reason why there are none. Looks, takes nothing.
 
 Imports neither torch nor, before it is asked, CUDA's bindings: ``python -m dormouse.gpuserver.device.cuda.probe
 [--open]`` prints one line of JSON, for processes that must not load a driver themselves (core/gpus.py). With ``--open``
@@ -32,12 +32,12 @@ REMEDIES: Final = {
     803: "the driver's parts are of different versions: restart the machine",
     804: "the driver is too old for these libraries: install a newer one",
 }
-"""What to do about a code with which a driver or a GPU cannot be used at all."""
+"""Advice on the codes with which a driver or a GPU cannot be used at all."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found. ``reason`` says why there are no ``gpus``, else it is empty."""
+    """The findings. ``reason`` says why there are no ``gpus``, else it is empty."""
 
     gpus: tuple[str, ...] = ()
     driver: str = ""  # the CUDA version that the driver can do, "13.0"
@@ -96,7 +96,7 @@ def remedy(code: int) -> str:
 
 
 def hidden() -> str:
-    """What the environment hides, if it hides anything."""
+    """A note on GPUs that the environment may hide; "" if it hides none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name others)"
 
@@ -148,7 +148,7 @@ def _named(cu: Any, code: int) -> str:
 
 
 def places(count: int) -> list[GpuPlace]:
-    """Where CUDA's first GPUs are; after a probe that found so many."""
+    """The places of CUDA's first ``count`` GPUs, after a probe that found so many."""
     cu: Any = importlib.import_module("cuda.bindings.driver")
     found = []
     for ordinal in range(count):
@@ -163,7 +163,7 @@ def places(count: int) -> list[GpuPlace]:
 
 
 def opened(ordinal: int) -> GpuState:
-    """How a GPU is, by a context that it is given for a moment."""
+    """The state of a GPU, from a context that it is given for a moment."""
     cu: Any = importlib.import_module("cuda.bindings.driver")
     attribute = cu.CUdevice_attribute
     asked = (

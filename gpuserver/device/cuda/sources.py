@@ -61,7 +61,7 @@ class CopySources:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Nothing is taken away meanwhile: what is found is there until a job uses it."""
+        """Nothing is taken away meanwhile: a source that was found is there until a job uses it."""
         with self._lock:
             yield
 

@@ -1,7 +1,7 @@
-"""Which copies of the driver a job is made of: its chunks, cut where they have to be.
+"""The driver's copies for a job: its chunks, cut where necessary.
 
-Decides how bytes that move inside the pool are cut so that no copy overlaps itself, and which event says that a chunk
-is there. Issues nothing (copies.py).
+Decides how bytes that move inside the pool are cut so that no copy overlaps itself, and which event marks a chunk as
+complete. Issues nothing (copies.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""The context and what is ordered in it: streams and events.
+"""The context, and the streams and events in it.
 
 Owns the primary context of one GPU, which it makes current on every thread that asks, and the events, which are used
-again once nobody holds them. Who waits for whom is decided in copies.py and device.py.
+again once nobody holds them. The order between streams is decided in copies.py and device.py.
 """
 
 import threading
@@ -89,7 +89,7 @@ class CudaEvent:
         self._issued.set()
 
     def give_up(self) -> None:
-        """It will never be issued: wake those who wait for that."""
+        """It will never be issued: wake all that wait for that."""
         self._issued.set()
 
     def handle(self) -> int:

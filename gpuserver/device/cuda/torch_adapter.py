@@ -1,4 +1,4 @@
-"""How torch sees the GPU: the one place that knows whether torch has CUDA.
+"""Torch's view of the GPU: the only module that knows whether torch has CUDA.
 
 On a GPU torch computes on our compute stream and allocates activations itself, within a budget: :class:`TorchOnCuda`.
 With the fake driver of the tests device memory is host memory, so torch's CPU kernels can compute in it:
@@ -43,7 +43,7 @@ class TorchAdapter(Protocol):
         """As of a :class:`~dormouse.gpuserver.device.protocol.Device`."""
 
     def relieve(self) -> bool:
-        """Give up what is only kept to be faster; whether there was anything."""
+        """Release memory that is kept only for speed; whether there was any."""
 
     def held(self) -> int:
         """Bytes that torch has from the driver for activations, used and kept."""
@@ -57,7 +57,7 @@ class TorchAdapter(Protocol):
         """As of a :class:`~dormouse.gpuserver.device.protocol.Device`."""
 
     def detach(self) -> None:
-        """The stream is about to go, and with it what torch keeps for it."""
+        """The stream is about to go, and with it the memory that torch keeps for it."""
 
 
 def torch_adapter(context: CudaContext, ordinal: int, stream: int, activation_nbytes: int) -> TorchAdapter:
@@ -99,9 +99,9 @@ def _compute(rows: torch.Tensor) -> None:
 
 
 def idle_spans(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """``(address, nbytes)`` of what torch's allocator keeps and nobody holds, of a ``torch.cuda.memory_snapshot``;
-    neighbours of one segment together. Segments are allocations of their own: the driver fills no two at once, though
-    they often are neighbours.
+    """``(address, nbytes)`` of memory that torch's allocator keeps and nobody holds, of a
+    ``torch.cuda.memory_snapshot``; neighbours of one segment together. Segments are allocations of their own: the
+    driver fills no two at once, though they often are neighbours.
     """
     for segment in snapshot:
         start = end = 0
@@ -160,7 +160,7 @@ class TorchOnCuda:
         return CudaCapture()
 
     def relieve(self) -> bool:
-        """Give up cuBLAS's workspaces, 32 MiB for each stream on some GPUs, and what torch keeps beside."""
+        """Give up cuBLAS's workspaces, 32 MiB for each stream on some GPUs, and other memory that torch keeps."""
         clear: Any = torch._C
         clear._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -181,8 +181,8 @@ class TorchOnCuda:
     def set_owner(self, number: int) -> None:
         """Clear the memory that torch keeps, on our stream: nobody can tell which of it the last owner has used.
 
-        Memory that torch takes from the driver later needs no clearing. The driver clears what was another process's.
-        What torch itself has given back to the driver was cleared here, or is this owner's own.
+        Memory that torch takes from the driver later needs no clearing. The driver clears memory of other processes.
+        Memory that torch itself has returned to the driver was cleared here, or is this owner's own.
         """
         if number != self._owner:
             self._owner = number

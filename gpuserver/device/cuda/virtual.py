@@ -1,7 +1,7 @@
 """Memory behind addresses, call by call as in driver.py: granules, and whole allocations of other processes.
 
 Physical memory is made in granules, which are put behind addresses that were reserved, here or in another process that
-was given a descriptor. Which granule goes where is decided in pools/; what waits for what, in device.py and memory.py.
+was given a descriptor. The places of granules are decided in pools/, the order of calls in device.py and memory.py.
 """
 
 import ctypes

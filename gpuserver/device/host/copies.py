@@ -1,7 +1,7 @@
 """The copy stream of an emulated GPU: a thread that only calls ``memmove`` through ctypes, which releases the
 interpreter lock, so that copies and kernels really run side by side; its jobs, and the events that they pass.
 
-Which bytes are copied, and whether they exist, was decided before.
+The bytes to copy were chosen and checked before.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ class CopyStream:
     """Carries out jobs in the order in which they are given.
 
     Args:
-        links: what copies pass over, by kind; no peer's, if there is no such way.
+        links: those that copies pass over, by kind; no peer's, if there is no such way.
 
     Attributes:
         bandwidth: bytes per second that copies have lately reached, by kind.

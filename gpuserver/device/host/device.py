@@ -1,8 +1,8 @@
 """HostDevice: an emulated GPU whose memory is real shared memory, whose streams are threads and whose kernels are
 torch's CPU ones.
 
-The compute stream is the device thread itself, the copy stream a thread of its own (copies.py). The limit is hard:
-pool bytes in use and activations together never exceed ``total_nbytes``; the caller says how much the pool leaves.
+The compute stream is the device thread itself, the copy stream a thread of its own (copies.py). The limit is hard: pool
+bytes in use and activations together never exceed ``total_nbytes``; the caller sets how much the pool leaves.
 """
 
 import ctypes
@@ -48,7 +48,9 @@ POPULATE_NBYTES: Final = 4 << 20
 POPULATE_NICE: Final = 10
 
 CAPABILITY: Final = (8, 0)
-"""What is claimed of the emulated GPU: the oldest one with bfloat16, so that libraries choose no newer kernels."""
+"""Capability claimed for the emulated GPU: that of the oldest one with bfloat16, so that libraries choose no newer
+kernels.
+"""
 
 GRANULE_NBYTES: Final = (32 << 20, 2 << 20)
 """Moving a granule's mapping took 11 us for 2 MiB here: the large ones keep the number of mappings low."""
@@ -64,10 +66,10 @@ class HostDevice:
     """One emulated GPU. It is never lost.
 
     Args:
-        total_nbytes: its whole memory: the pool is as large, and what of it models occupy is not there for activations.
+        total_nbytes: its whole memory: the pool is as large, and memory that models occupy is not free for activations.
         threads: intra-op threads of torch on the device thread.
-        links: what a copy from or to a slab passes over; none is as fast as memory.
-        peer_links: what a copy from another GPU passes over; none, if there is no such way.
+        links: those that a copy from or to a slab passes over; none is as fast as memory.
+        peer_links: those that a copy from another GPU passes over; none, if there is no such way.
         poison: overwrite evicted bytes.
         pool: "regions", "pages" or "buddy".
 
@@ -104,7 +106,7 @@ class HostDevice:
         self.strategy = pool
         self._threads = threads
         self._links = {Kind.SLAB: tuple(links), Kind.PEER: tuple(peer_links), Kind.POOL: ()}
-        self._poison = poison and pool != "pages"  # what is not mapped cannot be read at all
+        self._poison = poison and pool != "pages"  # unmapped memory cannot be read at all
         self._granules = _granules(total_nbytes)
         self._address_nbytes = max(ADDRESS_FACTOR * total_nbytes, 1 << 40)
         self._memory: host_memory.EmulatedMemory
@@ -247,7 +249,7 @@ class HostDevice:
     def record(self) -> HostEvent:
         event = HostEvent()
         event.set()
-        return event  # the device thread is the compute stream: what was issued is done
+        return event  # the device thread is the compute stream: all issued work is done
 
     def synchronize(self) -> None:
         """Nothing to wait for, as with :meth:`record`."""

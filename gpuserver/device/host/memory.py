@@ -1,9 +1,9 @@
 """The memory of an emulated GPU's pool: one contiguous mapping, or granules that move to the addresses of segments.
 
-Owns the addresses; what lies where is the pool's business. ``base + offset`` is the address of a pool's offset, for
-offsets below ``address_nbytes``. The bytes are those of memfds, one after the other in *physical* order, which other
-executors map to read from; ``populate`` takes their pages before they are needed. A granule is a memfd of its own, so a
-runtime can be given one, to read or to write, and none of its neighbours.
+Owns the addresses; the pool decides the layout. ``base + offset`` is the address of a pool's offset, for offsets below
+``address_nbytes``. The bytes are those of memfds, one after the other in *physical* order, which other executors map to
+read from; ``populate`` takes their pages before they are needed. A granule is a memfd of its own, so a runtime can be
+given one, to read or to write, and none of its neighbours.
 """
 
 import ctypes
@@ -125,10 +125,10 @@ class MemfdGranules:
 
     def unmap(self, mapping: Mapping) -> None:
         address = self.base + mapping.offset
-        with suppress(OSError):  # the bytes are the memfd's: what has not moved is found there again
+        with suppress(OSError):  # the bytes are the memfd's: those that have not moved are found there again
             _move(address, self._park + self._physical[mapping.granule], mapping.nbytes)
         del self._mapped[mapping.offset]
-        # The emptied mapping still leads to the memfd: what is not mapped must not be readable.
+        # The emptied mapping still leads to the memfd: unmapped memory must not be readable.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _map(address, mapping.nbytes, 0, flags, -1)
 

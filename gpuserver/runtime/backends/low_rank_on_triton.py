@@ -1,4 +1,4 @@
-"""What adapters add to products, by Triton's kernels (triton_lora.py) on a CUDA device. Tests run it in Triton's
+"""Additions of adapters to products, by Triton's kernels (triton_lora.py) on a CUDA device. Tests run it in Triton's
 interpreter, and on a GPU.
 """
 
@@ -41,7 +41,7 @@ class DeviceTable:
         self.follow(table)
 
     def follow(self, table: Table) -> None:
-        """What has changed there since."""
+        """Take over the changes since the last call."""
         if self._version == table.version:
             return
         self._version = table.version

@@ -37,7 +37,7 @@ class NativeBackend:
         return tiles(parts, ITEM_TOKENS)
 
     def tables(self, step: StepTables) -> int:
-        """Where the kernels find those of this step."""
+        """The address of this step's tables for the kernels."""
         if step is not self._step:
             columns = (step.places, *step.columns)
             addresses = (column.data_ptr() for column in columns)

@@ -26,7 +26,9 @@ PIECE_TOKENS: Final = 64
 """Tokens of a prompt in one piece."""
 
 ROWS: Final = 64
-"""Of a program that has tokens of a prompt: what fills tensor cores, and leaves registers for the sums."""
+"""Of a program that has tokens of a prompt: enough to fill tensor cores, and few enough to leave registers for the
+sums.
+"""
 
 MIN_ROWS: Final = 16
 """The fewest that a product of tensor cores has."""
@@ -62,7 +64,7 @@ def splits_of(programs: int, longest: int, processors: int) -> int:
 
 @dataclass(frozen=True)
 class TileShape:
-    """How programs are cut: see triton_kernels.py."""
+    """The cut of programs: see triton_kernels.py."""
 
     width: int
     columns: int
@@ -85,7 +87,7 @@ tile_shape = cache(TileShape.of)
 
 
 class _OfStep(NamedTuple):
-    """What is the same in all layers: the memory from some block of the step on, and where that is. Triton asks the
+    """Values that are the same in all layers: the memory from some block of the step on, and its place. Triton asks the
     driver about each pointer that it is given, and behind most of the address space there is nothing. ``splits``: of
     single tokens.
     """
@@ -109,7 +111,7 @@ class TritonBackend:
         self._processors = processors or torch.cuda.get_device_properties(memory.device).multi_processor_count
 
     def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
-        """Kernels are compiled, or loaded, for steps like these; as is what multiplies matrices."""
+        """Kernels are compiled, or loaded, for steps like these; as are products of matrices."""
         layout, device = replace(self._layout, layers=1), self._memory.device
         count = 2 * SPLIT_TOKENS // layout.block_tokens
         memory = torch.zeros(count * layout.layer_numel, dtype=layout.dtype, device=device)
@@ -171,7 +173,7 @@ class TritonBackend:
     def rotate(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Rotates` has it. What comes out lies as linear layers leave it: a token's heads beside each other."""
+        """As `Rotates` has it. The output lies as linear layers leave it: a token's heads beside each other."""
         query, key, cos, sin = (_rows(each[0]) for each in (q, k, cos, sin))
         (heads, tokens, dim), kv_heads = query.shape, len(key)
         query_out, key_out = query.new_empty(tokens, heads, dim), key.new_empty(tokens, kv_heads, dim)
@@ -200,7 +202,7 @@ class TritonBackend:
         self._low_rank.add(table, given, out, rows, head)
 
     def follow(self, tables: Iterable[Table]) -> None:
-        """What has changed in these is known to kernels that were launched before, and are captured."""
+        """Make changes in these known to kernels that were launched before, and are captured."""
         self._low_rank.follow(tables)
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:

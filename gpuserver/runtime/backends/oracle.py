@@ -1,4 +1,4 @@
-"""Attention by torch alone: runs everywhere, and says what the kernels must compute."""
+"""Attention by torch alone: runs everywhere, and is the reference for the kernels."""
 
 from collections.abc import Collection, Sequence
 

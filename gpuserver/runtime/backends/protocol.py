@@ -1,4 +1,4 @@
-"""What each way to compute has to do in a layer: its attention, and what adapters add to products."""
+"""The duties of each backend in a layer: its attention, and the additions of adapters to products."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from dormouse.gpuserver.runtime.tables import StepPart, StepTables
 
 
 class Scores(NamedTuple):
-    """How a model scores: ``window`` tokens are seen at most, 0: all; ``cap`` bends scores, 0: not."""
+    """The scores of a model: ``window`` tokens are seen at most, 0: all; ``cap`` bends scores, 0: not."""
 
     scale: float
     window: int
@@ -27,10 +27,10 @@ class AttentionBackend(Protocol):
         """To their blocks."""
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
-        """What each token sees of its sequence up to itself, to ``out``: ``[tokens, heads, dim]``, contiguous."""
+        """Attention of each token to its sequence up to itself, to ``out``: ``[tokens, heads, dim]``, contiguous."""
 
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
-        """To ``out``, a row for each of ``given``: what the adapters of the table add to the product of these."""
+        """To ``out``, a row for each of ``given``: the additions of the table's adapters to the product of these."""
 
     def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
         """Whatever is done once for a model with so many heads, before anybody waits for a step. ``inputs``: widths of

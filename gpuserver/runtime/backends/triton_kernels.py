@@ -5,7 +5,7 @@ A program of `attend` has some tokens of one part of a step, and one key head wi
 it: ``ROWS`` rows, of which the last may be of no token. It reads keys and values ``COLUMNS`` at a time, by the offsets
 of their blocks from one base, and keeps a running softmax in fp32.
 
-What lies behind a sequence's end was never written, and may be anything, NaN too: it is not read.
+Memory behind a sequence's end was never written, and may hold anything, NaN too: it is not read.
 
 ``memory`` is where some block lies, and ``layer`` counts from there: it may be negative.
 
@@ -122,9 +122,9 @@ def attend(
     SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A share of a piece: see `tables.tiles` for what a piece has. ``SHARES``: into so many a piece is cut.
+    """A share of a piece: see `tables.tiles` for the fields of a piece. ``SHARES``: number of shares of a piece.
 
-    ``SPLIT``: so many programs as ``splits`` have a part of the context each. What they find is for `merge`: sums, the
+    ``SPLIT``: so many programs as ``splits`` have a part of the context each. Their results are for `merge`: sums, the
     highest scores and the totals of weights. ``WIDE``: products of fp32; the interpreter has none of bf16.
     """
     piece, share = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES
@@ -222,7 +222,7 @@ def merge(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What the splits of one piece, a single token, and one key head have found, to its output."""
+    """Merge the results of the splits of one piece, a single token, and one key head to its output."""
     piece, head = tl.program_id(0), tl.program_id(1)
     if tl.load(counts + piece) > 0:
         GROUP: tl.constexpr = HEADS // KV_HEADS

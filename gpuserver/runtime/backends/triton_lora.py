@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Kernels for what adapters add to products (LoRA) in Triton's language, for steps with rows of many adapters.
+"""Kernels in Triton's language for the additions of adapters to products (LoRA), in steps with rows of many adapters.
 
 A piece is some rows beside each other of one adapter, or none. `shrink` multiplies them by the adapter's first matrix,
-`expand` what came of that by the second one, and adds it. ``entries`` say where each adapter's tensors are. Sums are of
-the same numbers in the same order, whatever else is in the step.
+`expand` multiplies the result by the second one, and adds it. ``entries`` have the addresses of each adapter's tensors.
+Sums are of the same numbers in the same order, whatever else is in the step.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 ENTRY = tl.constexpr(5)
 """Numbers of an adapter: addresses of its two matrices and of a bias or 0, its rank, and the bits of its scale in fp32.
-A rank of 0 says that it adds nothing here.
+With a rank of 0 it adds nothing here.
 """
 
 ANYWHERE = ("entries", "rows", "counts", "numbers")
@@ -20,7 +20,7 @@ ANYWHERE = ("entries", "rows", "counts", "numbers")
 
 @triton.jit
 def _tensor(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where one of an adapter's tensors begins. In wide words is read what is ``ALIGNED`` to 16 bytes."""
+    """The start of one of an adapter's tensors. Those ``ALIGNED`` to 16 bytes are read in wide words."""
     pointer = address.to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, [16]) if ALIGNED else pointer
 

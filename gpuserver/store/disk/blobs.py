@@ -1,8 +1,8 @@
-"""Which offered files are the node's own: large files of functions' snapshots, kept by content
+"""Decides which offered files are the node's own: large files of functions' snapshots, kept by content
 (router/admin/snapshots.py).
 
 Reads the directory of blobs, and changes nothing. A blob is written once, before it has its name, by the node alone, so
-its name says what its bytes are, whatever its times say: those change with every snapshot that has it.
+its name identifies its bytes and its times do not matter: those change with every snapshot that has it.
 """
 
 import os

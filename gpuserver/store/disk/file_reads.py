@@ -28,7 +28,7 @@ class FileReads:
     """Reads under way.
 
     Args:
-        on_damage: called once with each segment whose file has other bytes, and what was seen.
+        on_damage: called once with each segment whose file has other bytes, and the evidence.
         spawn: starts a task that ends the process if it raises.
     """
 

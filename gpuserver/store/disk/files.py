@@ -43,7 +43,7 @@ class SegmentFiles:
         self._directory = directory
 
     def open(self) -> None:
-        """Make the directory, or remove what a crash has left half written. Raises ConfigError."""
+        """Make the directory, or remove files that a crash left half written. Raises ConfigError."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             for name in os.listdir(self._directory):

@@ -1,7 +1,7 @@
-"""The index of what is in files, in SQLite: owns STATE/store/index.sqlite3; decides nothing.
+"""The index of the segment files, in SQLite: owns STATE/store/index.sqlite3; decides nothing.
 
-Rows are written by one thread, after what they speak of is on disk, and read at the start; file identities are read
-all the time, over a connection of their own, so that a reader does not wait for a writer's disk.
+Rows are written by one thread, after the bytes that they refer to are on disk, and read at the start; file identities
+are read all the time, over a connection of their own, so that a reader does not wait for a writer's disk.
 """
 
 import secrets
@@ -45,7 +45,7 @@ _SCHEMA: Final = (
 
 class Identity(NamedTuple):
     """A range of a file that has not changed since: device and inode numbers, size, times in nanoseconds, the range,
-    and the sharing scope of who read it.
+    and the sharing scope of its reader.
     """
 
     dev: int
@@ -71,7 +71,7 @@ class Index:
 
     Args:
         path: of the file; None: nothing outlives this process.
-        segments: where the files are that it speaks of; None: if there is no index yet, those may go.
+        segments: where the files are that it refers to; None: if there is no index yet, those may go.
     """
 
     def __init__(self, path: Path | None, segments: Path | None = None) -> None:
@@ -99,7 +99,7 @@ class Index:
         except sqlite3.OperationalError:
             if row is None:
                 raise
-            # A full disk is no reason not to serve what is on it: the writer will say what is wrong. This run's block
+            # A full disk is no reason not to serve its files: the writer will report the error. This run's block
             # is then any of the upper half, which no count of runs reaches.
             return ((1 << 32) + secrets.randbelow(1 << 32)) * ID_BLOCK
         return first
@@ -124,8 +124,8 @@ class Index:
                 self._db.execute("ROLLBACK")
 
     def forget(self, fingerprints: Iterable[bytes], functions: Iterable[Key]) -> None:
-        """Drop rows; the files go afterwards. What a function no longer has leaves its rows, although its newer ones
-        are not written yet.
+        """Drop rows; the files go afterwards. Segments that a function no longer has leave its rows, although its newer
+        ones are not written yet.
         """
         gone = [(each,) for each in fingerprints]
         with self._transaction():
@@ -139,7 +139,7 @@ class Index:
         functions: Mapping[Key, Sequence[bytes]],
         identities: Mapping[Identity, bytes],
     ) -> None:
-        """Add rows for what is on disk; a function's rows replace those that it had."""
+        """Add rows for segments on disk; a function's rows replace those that it had."""
         with self._transaction():
             self._db.executemany("INSERT OR REPLACE INTO segments VALUES (?, ?, ?)", segments)
             for (name, version), fingerprints in functions.items():
@@ -180,7 +180,7 @@ class Index:
 
 
 def forget_all(path: Path) -> None:
-    """Begin with no rows; the files that they spoke of go with the first sweep. Raises OSError."""
+    """Begin with no rows; the files that they referred to go with the first sweep. Raises OSError."""
     for name in (path.name, path.name + "-wal", path.name + "-shm"):
         path.with_name(name).unlink(missing_ok=True)
 

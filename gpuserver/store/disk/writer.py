@@ -1,9 +1,8 @@
-"""Writes segments to files in the background, and the index rows that speak of them; forgets what nobody wants.
+"""Writes segments to files in the background, and the index rows that refer to them; forgets those that nobody wants.
 
-What is to be written is decided by memory/functions.py (records that are not on disk) and by whoever needs room. One
-batch at a time goes to one thread: drop rows and files that are doomed, write files, then write rows. So rows never
-speak of bytes that are not on disk, and a fingerprint that comes back after it was doomed is written after it was
-removed.
+Writes are requested by memory/functions.py (records that are not on disk) and by callers that need room. One batch at a
+time goes to one thread: drop rows and files that are doomed, write files, then write rows. So rows never refer to bytes
+that are not on disk, and a fingerprint that comes back after it was doomed is written after it was removed.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from dormouse.gpuserver.store.memory.segments import Segment, Segments
 from dormouse.gpuserver.store.memory.store_memory import StoreMemory
 
 BATCH_NBYTES: Final = 128 << 20
-"""About a second of a slow disk: a crash costs no more, and who waits for room sees some soon."""
+"""About a second of a slow disk: a crash costs no more, and callers that wait for room get some soon."""
 
 BATCH_SEGMENTS: Final = 512
 MAX_IDENTITIES: Final = 100_000
@@ -48,7 +47,7 @@ class Writer:
 
     Args:
         files: None if the node has no file tier; then nothing is written but file identities.
-        on_change: called when ``trouble`` or what is in files has changed.
+        on_change: called when ``trouble`` or the set of files has changed.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Writer:
         self._work.set()
 
     def press(self, nbytes: int) -> bool:
-        """Host memory is short by ``nbytes``: write what can be moved down then. Whether that will make room."""
+        """Host memory is short by ``nbytes``: write segments so that they can move down; whether that makes room."""
         if self._files is None:
             return False
         if self.trouble:
@@ -90,7 +89,7 @@ class Writer:
         return bool(wanted) or self._busy
 
     def sweep(self) -> None:
-        """The controller has said what is deployed: files that the index does not have are of a crash."""
+        """The controller has reported the deployed functions: files that the index does not have are of a crash."""
         self._sweep = self._files is not None
         self.poke()
 
@@ -101,7 +100,7 @@ class Writer:
             return noted
         try:
             return self._index.find(identity)
-        except sqlite3.Error:  # it only saves a read; who writes the index reports what is wrong with it
+        except sqlite3.Error:  # it only saves a read; the writer of the index reports its errors
             return None
 
     def note(self, identity: Identity, fingerprint: bytes) -> None:
@@ -205,7 +204,7 @@ class Writer:
     def _set_trouble(self, trouble: str, memory: StoreMemory) -> None:
         if trouble != self.trouble:
             self.trouble = trouble
-            memory.changed.set()  # who waits for files waits in vain
+            memory.changed.set()  # waiting for files is in vain
             self._on_change()
 
     def close(self) -> None:

@@ -1,3 +1,3 @@
-"""How a model comes in. In: what one instance uploads, offers and commits, what executors have written back. Out: its
+"""Ingestion of a model. In: uploads, offers and commits of one instance, and write-backs of executors. Out: its
 segments, and the versions of its manifest.
 """

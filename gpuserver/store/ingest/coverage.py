@@ -1,10 +1,10 @@
-"""Which bytes of a storage have been written: a set of ranges, merged as they meet; pure."""
+"""The written bytes of a storage: a set of ranges, merged as they meet; pure."""
 
 import bisect
 from typing import Final
 
 MAX_RANGES: Final = 4096
-"""Ranges that are kept apart. Uploads come in a row, so there is one; who scatters more has its storage hashed at
+"""Ranges that are kept apart. Uploads come in a row, so there is one; a storage with more scattered ranges is hashed at
 Commit instead of as soon as it is complete.
 """
 

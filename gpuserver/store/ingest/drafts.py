@@ -1,9 +1,9 @@
-"""Decides what an instance's next version consists of, storage by storage; pure.
+"""Decides the contents of an instance's next version, storage by storage; pure.
 
 A storage of the draft is a Piece, bytes of a segment, which is immutable; or a Working, bytes in a span of its own. A
 free, a write-back or the end of the instance may take a Working out of the draft at any time, also while somebody
-copies to its span or hashes it: then it is given back by what they report. An upload to a Piece begins a new Working,
-so a committed storage is copied when it is written.
+copies to its span or hashes it: then their report gives it back. An upload to a Piece begins a new Working, so a
+committed storage is copied when it is written.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class DraftState(Enum):
 
 
 class Change(Enum):
-    """What happens to a Working."""
+    """An event of a Working."""
 
     WRITE = auto()  # bytes are to come
     WROTE = auto()  # they have, or never will
@@ -57,7 +57,7 @@ TABLE: Final = {
     DraftState.SETTLED: {},
     DraftState.FREED: {},
 }
-"""All there is: anything else raises."""
+"""All transitions: anything else raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Working:
 
 
 Placed = tuple[int, Working, int]
-"""A storage, its bytes, and where they are in what is hashed."""
+"""A storage, its bytes, and their place in the hashed bytes."""
 
 
 class Draft:
@@ -177,7 +177,7 @@ class Draft:
         ]
 
     def small(self) -> tuple[list[Placed], int]:
-        """Which of the unsealed storages are packed, and the nbytes of the pack."""
+        """The unsealed storages that are packed, and the nbytes of the pack."""
         items = [(storage, item) for storage, item in self.unsealed() if item.nbytes <= SMALL_NBYTES]
         layout, nbytes = pack([item.nbytes for _, item in items], self.nbytes)
         return [(*items[index], offset) for index, offset in layout], nbytes

@@ -1,6 +1,6 @@
-"""Decides what is hashed for one instance, and what it becomes; pure.
+"""Decides which spans of one instance are hashed, and which segments they become; pure.
 
-A span becomes the segment of what it holds, unless there is one with its bytes already.
+A span becomes the segment of its bytes, unless there is one with its bytes already.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One attached instance: owns its link, its offers and its model; what it says goes to loading.py."""
+"""One attached instance: owns its link, its offers and its model; its messages go to loading.py."""
 
 import os
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""Carries out what uploads.py decides for one instance: finds room, copies, reads and hashes, and says when it is done.
+"""Carries out the decisions of uploads.py for one instance: finds room, copies, reads and hashes, and reports the
+outcome.
 
-Bytes are moved in threads. What they are moved to stays there until the machine has heard of it.
+Bytes are moved in threads. Their target stays there until the machine has received the outcome.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ from dormouse.schemas import messages as m
 
 @dataclass(frozen=True, slots=True)
 class StoreServices:
-    """What all instances share. ``report`` is called when host memory may be used otherwise than before."""
+    """Services that all instances share. ``report`` is called when host memory may be used otherwise than before."""
 
     segments: Segments
     functions: KeptFunctions
@@ -100,7 +101,7 @@ class Loading:
             text = str(error)
             if not isinstance(step, o.Hash):
                 return o.Failed(text)
-        except Exception as error:  # the outermost frame of what is done for this instance
+        except Exception as error:  # the outermost frame of work for this instance
             text = self._raised(error)
             if not isinstance(step, o.Hash):
                 return o.Failed(text, raised=True)
@@ -108,7 +109,7 @@ class Loading:
         return o.Hashed(step.number, None)
 
     def _handle(self, event: o.Event) -> list[o.Step]:
-        """Returns what takes time."""
+        """Returns the steps that take time."""
         steps: list[o.Step] = []
         going = True
         while going:
@@ -127,7 +128,7 @@ class Loading:
     def _decide(self, event: o.Event) -> list[o.Effect]:
         try:
             return self._uploads.handle(event)
-        except Exception as error:  # the same, of what is decided for it
+        except Exception as error:  # the same, of decisions for it
             return self._uploads.handle(o.Broke(self._raised(error)))
 
     def _do(self, effect: o.Deed) -> None:
@@ -179,7 +180,7 @@ class Loading:
                 await memory.come(span, self._model.instance, part.nbytes)
                 return o.BytesWritten(await self._read(step))
             case o.Hash(number=number, span=span, parts=parts):
-                await memory.come(span, self._model.instance, span.nbytes)  # what never came is zeros, which are read
+                await memory.come(span, self._model.instance, span.nbytes)  # missing bytes are zeros
                 if parts:
                     start = memory.address(span)
                     moves = [(start + offset, memory.address(part), part.nbytes) for part, offset in parts]

@@ -1,6 +1,6 @@
-"""Decides which versions an instance's model has: what is committed and written back, and what it may grow to; pure.
+"""Decides which versions an instance's model has, by commits and write-backs, and how large it may grow; pure.
 
-What will be in the next version is drafts.py's decision.
+The contents of the next version are decided in drafts.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ MAX_STORAGES: Final = 1 << 16
 
 
 class ModelError(DormouseError):
-    """This instance may not store that; the text says why. Not worth a retry."""
+    """This instance may not store that; the text has the reason. Not worth a retry."""
 
 
 class StoredModel:
@@ -26,7 +26,7 @@ class StoredModel:
     Args:
         instance: holds the segments.
         segments: shared with all other models.
-        quota_nbytes: growth allowed beyond what the first write-back left (that is: beyond the end of ``load()``).
+        quota_nbytes: growth allowed beyond the size after the first write-back (that is: beyond the end of ``load()``).
         ranks: first-use position of a fingerprint, as far as an earlier instance of the function has taught it.
     """
 
@@ -97,7 +97,7 @@ class StoredModel:
 
     def first_use(self, version: int, segments: Iterable[int]) -> bool:
         """Learn the order in which a request used segments, by id; whether it is another than was known. The request
-        may have made a new version since: what it replaced is left out.
+        may have made a new version since: segments that it replaced are left out.
         """
         if version > self.version:
             return False

@@ -1,8 +1,8 @@
 """The file descriptors that one instance has offered: owns them and its ``files`` socket.
 
-An instance passes what it could open for reading itself, never a path, so nothing enters that it could not read. What
-is taken is an ordinary file; its bytes are read by range, hashed by the store, and known again as long as the file's
-identity says that it has not changed.
+An instance passes files that it could open for reading itself, never a path, so nothing enters that it could not read.
+Only an ordinary file is taken; its bytes are read by range, hashed by the store, and known again as long as the file's
+identity shows that it has not changed.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ MAX_FILES: Final = 64
 """Per instance; the least recently used is closed for one more. A model in more parts is read part by part."""
 
 MAX_CONNECTIONS: Final = 4
-"""An instance has one; the others are for what it forks."""
+"""An instance has one; the others are for processes that it forks."""
 
 QUIET_NS: Final = 2_000_000_000
 """A file that was touched within this time may be touched again without its times showing it: file systems stamp with a
@@ -50,7 +50,7 @@ OfferSocket = PacketSocket[m.FileOffer, m.FileAnswer]
 
 
 class Changed(Exception):
-    """The file is not what it was when its range was named; the text says how."""
+    """The file has changed since its range was named; the text says how."""
 
 
 class Offer:

@@ -1,6 +1,6 @@
 """Decides how the bytes of one upload come into their storage: pure.
 
-What becomes of a storage's Working is the table in drafts.py, the order of the steps that in uploads.py.
+The states of a storage's Working are in the table of drafts.py, the order of the steps in that of uploads.py.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class Parts:
         self._out = out
 
     def decide(self, request: StoreRequest, part: Part, event: o.Outcome | None) -> m.Uploaded | None:
-        """What comes next, after a step if ``event`` tells its outcome, or the answer. Raises RemoteProtocolError,
-        ModelError.
+        """Order the next step, after the one whose outcome is ``event`` if there was one, or return the answer. Raises
+        RemoteProtocolError, ModelError.
         """
         working = request.working
         match event:

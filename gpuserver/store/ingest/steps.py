@@ -1,4 +1,4 @@
-"""What the machine of uploads is told, and what it orders and answers: frozen values, no behaviour.
+"""Events, orders and answers of the machine of uploads: frozen values, no behaviour.
 
 Messages of the instance are events as they come. Each of the orders that take time is answered by one event. A request
 has one of them under way at most; hashes go on beside it.
@@ -91,13 +91,13 @@ class Publish(Struct, frozen=True, gc=False):
 
 
 class Say(Struct, frozen=True, gc=False):
-    """Say this to the instance."""
+    """Send this to the instance."""
 
     message: m.StoreToInstance
 
 
 class Warn(Struct, frozen=True, gc=False):
-    """The instance has broken the protocol, or what it sent has broken us."""
+    """The instance has broken the protocol, or its message has broken us."""
 
     text: str
 
@@ -153,7 +153,7 @@ class Failed(Struct, frozen=True, gc=False):
 
 
 class Broke(Struct, frozen=True, gc=False):
-    """The instance is not to be heard any more."""
+    """No message of the instance is taken any more."""
 
     text: str
 
@@ -177,7 +177,7 @@ ANSWERS = {
     ReadFile: BytesWritten,
     Hash: Hashed,
 }
-"""What each step ends with; or with Failed, but for a Hash."""
+"""The outcome of each step; or Failed, but for a Hash."""
 
 Step = Look | FindSpan | CopySegment | CopyFromArena | ReadFile | Hash
 Deed = GiveBack | Unpin | DonePlacing | NoteFileRange | Publish | Say | Warn | ReadersGone

@@ -1,7 +1,7 @@
-"""Decides what becomes of all that one instance says to the store: pure, no memory, no thread, no lock, no clock.
+"""Decides the outcome of each message of one instance to the store: pure, no memory, no thread, no lock, no clock.
 
-Requests are carried out one after the other, and each but a StoreFree has one answer. What may happen to the bytes of a
-storage is the table in drafts.py; a request goes through these steps, as far as it needs them::
+Requests are carried out one after the other, and each but a StoreFree has one answer. The table in drafts.py has all
+transitions of a storage's bytes; a request goes through these steps, as far as it needs them::
 
     StoreFile     Look             of bytes that are known, the storage becomes their segment: answered
     StoreUpload,  waits            until the storage is no longer SEALED
@@ -10,12 +10,12 @@ storage is the table in drafts.py; a request goes through these steps, as far as
                   CopyFromArena,   answered; a large storage that is complete is hashed behind the answer, so a second
                   ReadFile         instance of the same function never needs much more than its own share of memory
     StoreFree     at once
-    Commit        waits            for all hashes: what is packed depends on how large the model is
+    Commit        waits            for all hashes: the pack depends on how large the model is
                   FindSpan         of small storages in common; anew if they are others by then
-                  waits            for all hashes: what is not in a segment is hashed, the small ones together
+                  waits            for all hashes: all that has no segment is hashed, the small ones together
                   answered         everything has its segment
 
-When the instance goes, the step under way is the last one. What waits for no step is decided anew by each event.
+When the instance goes, the step under way is the last one. Decisions that wait for no step are made anew at each event.
 """
 
 from collections import deque
@@ -53,9 +53,9 @@ class Uploads:
         self._out: list[o.Effect] = []
         self._parts = Parts(model, segments, self._hashing, stream_nbytes, self._out)
         self._waiting: deque[m.InstanceToStore] = deque()
-        self._weight = 0  # of what waits
+        self._weight = 0  # of messages that wait
         self._request: StoreRequest | None = None
-        self._broken = False  # it broke the protocol: nothing it says counts any more
+        self._broken = False  # it broke the protocol: none of its messages counts any more
         self._gone = False
 
     def handle(self, event: o.Event) -> list[o.Effect]:
@@ -104,10 +104,10 @@ class Uploads:
             self._request = StoreRequest(message)
             self._decide(self._request)
         if self._request is None and self._waiting:
-            self._out.append(o.GoOn())  # what is published is as it is now
+            self._out.append(o.GoOn())  # the version is published as it is now
 
     def _decide(self, request: StoreRequest, event: o.Outcome | None = None) -> None:
-        """What comes next, after a step if ``event`` tells its outcome."""
+        """Order the next step, after the one whose outcome is ``event`` if there was one."""
         try:
             match request.message:
                 case m.StoreFree(storages=storages):
@@ -152,8 +152,8 @@ class Uploads:
             self._out.append(o.Say(answer))
 
     def _break(self, text: str) -> None:
-        """The instance broke the protocol: tell it once, then hear nothing more from it. Its own ``load()`` will time
-        out.
+        """The instance broke the protocol: send that once, then take no more messages of it. Its own ``load()`` will
+        time out.
         """
         if not (self._broken or self._gone):
             self._broken = True

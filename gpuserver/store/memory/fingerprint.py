@@ -1,7 +1,7 @@
 """Fingerprints: blake3 of a segment's bytes under a key that only this node knows and that differs by sharing scope.
 
-The store hashes its own copy, so a fingerprint is never a claim. The key keeps a tenant from learning, by guessing
-contents, what another has; equal bytes of different scopes have different fingerprints and are kept apart.
+The store hashes its own copy, so a fingerprint is never a claim. The key keeps a tenant from learning another's
+contents by guessing them; equal bytes of different scopes have different fingerprints and are kept apart.
 """
 
 import os

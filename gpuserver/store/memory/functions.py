@@ -1,4 +1,4 @@
-"""Decides whose models outlive their instances and which index rows are to be written or dropped; pure.
+"""Decides which functions' models outlive their instances and which index rows are written or dropped; pure.
 
 A record is the newest model of a deployed function, ``(name, version)``: its segments in first-use order. It holds
 them, so a function whose instance has died keeps its files, and its next instance finds them by their fingerprints. A
@@ -32,7 +32,7 @@ class KeptFunctions:
         self.dropped: set[Key] = set()  # records whose rows are to go
         self._segments = segments
         self._living: Counter[Key] = Counter()  # instances by function
-        self._kept: set[Key] | None = None  # None until the controller has said which are deployed
+        self._kept: set[Key] | None = None  # None until the controller has reported which are deployed
 
     def restore(self, key: Key, segments: list[Segment]) -> None:
         """Take in a record as it was found in the index."""
@@ -101,7 +101,7 @@ class KeptFunctions:
     # --- for the writer
 
     def unfiled(self) -> list[Segment]:
-        """What must be in files before all records can be saved."""
+        """Segments that must be in files before all records can be saved."""
         return [
             segment
             for record in self.records.values()

@@ -1,8 +1,8 @@
-"""What a store leaves to its successor of a newer version: its slabs, by descriptor, and the books of what lies there.
+"""The legacy of a store to its successor of a newer version: its slabs, by descriptor, and the state of their contents.
 
-Only models of functions go over, and only bytes whose fingerprint is known. What else lay in the slabs is scrubbed
-before: a successor's free memory reads as zeros, as ours does. Whatever does not fit together is refused as a whole,
-and then the successor has what is in files.
+Only models of functions go over, and only bytes whose fingerprint is known. Everything else in the slabs is scrubbed
+before: a successor's free memory reads as zeros, as ours does. A legacy that does not fit together is refused as a
+whole, and then the successor has only the files.
 """
 
 import os
@@ -24,7 +24,7 @@ from dormouse.schemas.errors import RemoteProtocolError
 FORMAT: Final = 1
 
 _ADOPTING: Final = ("", -1)
-"""Holds what was adopted until a function does."""
+"""Holds adopted segments until a function does."""
 
 
 class LegacySegment(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def scrub(books: LegacyBooks, slabs: Slabs, maps: Mapping[int, SharedMemory]) ->
 
 
 def leave(end: socket.socket, books: LegacyBooks, maps: Mapping[int, SharedMemory]) -> None:
-    """Into the pair of sockets of which ``end`` is one; who has the other may be there or not. Raises OSError."""
+    """Into the pair of sockets of which ``end`` is one; the owner of the other may be there or not. Raises OSError."""
     end.setblocking(False)
     memory = os.memfd_create("dormouse-books", os.MFD_CLOEXEC)
     with open(memory, "wb") as file:
@@ -98,14 +98,14 @@ def leave(end: socket.socket, books: LegacyBooks, maps: Mapping[int, SharedMemor
 
 @dataclass(frozen=True)
 class Legacy:
-    """What was found; the memory is the taker's."""
+    """The legacy that was found; the memory is the taker's."""
 
     books: LegacyBooks
     maps: dict[int, SharedMemory]  # by slab
 
 
 def take(end: socket.socket) -> Legacy | None:
-    """None: nothing was left. Raises RemoteProtocolError if it does not fit together."""
+    """None: there is none. Raises RemoteProtocolError if it does not fit together."""
     end.setblocking(False)
     found: list[int] = []
     try:
@@ -117,7 +117,7 @@ def take(end: socket.socket) -> Legacy | None:
                 raise RemoteProtocolError("this process may not have so many descriptors (ulimit -n)")
             if not data:
                 break
-    except OSError:  # no more has been said
+    except OSError:  # no more has been sent
         pass
     if not found:
         return None
@@ -140,7 +140,7 @@ def take(end: socket.socket) -> Legacy | None:
 
 
 def adopt(books: LegacyBooks, segments: Segments, functions: KeptFunctions) -> None:
-    """Into the books, after what is in files; the slabs have the spans already."""
+    """Into the state, after the segments in files; the slabs have the spans already."""
     found: list[Segment] = []
     for each in books.segments:
         segment = segments.find(each.fingerprint)

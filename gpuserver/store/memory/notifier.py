@@ -1,4 +1,4 @@
-"""Something that has changed, for whoever waits for it in the loop."""
+"""Notification of a change, for tasks in the loop that wait for it."""
 
 import asyncio
 from contextlib import suppress

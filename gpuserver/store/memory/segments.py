@@ -1,4 +1,4 @@
-"""Decides which segments there are, which uploads are the same segment, and what is moved down or freed; pure.
+"""Decides which segments there are, which uploads are the same segment, and which are moved down or freed; pure.
 
 A segment is named by an id that means the same bytes for ever. Its bytes are in host memory (``span``), in a file
 (named by its fingerprint), or in both; a segment without a fingerprint is written to no file and shared with nobody.
@@ -9,7 +9,7 @@ has pinned it (a copy, a hash, a read or a write of its bytes is under way). Pin
 Write-backs make segments before their bytes are known, so several may turn out to have the same: *twins*, with one
 fingerprint, one file and, as soon as nobody reads the other, one span.
 
-What must be done about it is left in ``freed`` (spans to be scrubbed and given back) and ``doomed`` (fingerprints whose
+Work for the caller is collected in ``freed`` (spans to be scrubbed and given back) and ``doomed`` (fingerprints whose
 files are to go).
 """
 
@@ -39,7 +39,7 @@ class Segment:
 
 
 class Segments:
-    """The books of all segments.
+    """The state of all segments.
 
     Args:
         first_id: ids are counted from here.
@@ -55,8 +55,8 @@ class Segments:
         self._by_fingerprint: dict[bytes, dict[Segment, None]] = {}  # twins, the oldest first: there may be thousands
         self._here: dict[bytes, dict[Segment, None]] = {}  # those of them that are in host memory
         self._lying: Counter[SlabSpan] = Counter()  # segments by where they lie
-        self.touched: dict[SlabSpan, Segment] = {}  # where one lies, or lay, that others hold now; who counts clears it
-        self.moved: dict[SlabSpan, Segment] = {}  # the same, also of what got a file or lost it
+        self.touched: dict[SlabSpan, Segment] = {}  # where one lies, or lay, that others hold now; the reader clears it
+        self.moved: dict[SlabSpan, Segment] = {}  # the same, also of those that got a file or lost it
         self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
 
     # --- coming to be
@@ -119,7 +119,7 @@ class Segments:
             self.touched[segment.span] = self.moved[segment.span] = segment
 
     def holders_at(self, span: SlabSpan, known: Segment) -> set[Holder] | None:
-        """Of all that lies there, which is, or was, ``known`` and its twins; None if nothing does."""
+        """Of all segments there, which are, or were, ``known`` and its twins; None if there are none."""
         if not self._lying[span]:
             return None
         twins = (known,) if known.fingerprint is None else self._here.get(known.fingerprint, ())

@@ -1,8 +1,8 @@
 """Decides which tenant has how much of the host memory that nobody can take back: pure.
 
-Bytes that are in a file too are anybody's: they go when others need the room. What counts is in host memory alone:
-drafts, by the bytes that have come and not by those that were announced, and segments without a file, for each tenant
-that holds them.
+Bytes that are in a file too are anybody's: they go when others need the room. Only bytes that are in host memory alone
+count: drafts, by the bytes that have come and not by those that were announced, and segments without a file, for each
+tenant that holds them.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ from dormouse.gpuserver.store.memory.slabs import SlabSpan
 
 
 class HostShares:
-    """``tenant`` tells that of a holder; None if it is of none. ``most``: bytes that a tenant may have."""
+    """``tenant`` returns that of a holder; None if it is of none. ``most``: bytes that a tenant may have."""
 
     def __init__(self, segments: Segments, tenant: Callable[[Holder], str | None], most: Callable[[str], int]) -> None:
         self._segments, self._tenant, self._most = segments, tenant, most
         self._drafts: dict[SlabSpan, tuple[str, str, int]] = {}  # tenant, instance, bytes
-        self._alone: dict[SlabSpan, tuple[frozenset[str], int]] = {}  # tenants and bytes of what is in no file
+        self._alone: dict[SlabSpan, tuple[frozenset[str], int]] = {}  # tenants and bytes of segments in no file
         self._held: Counter[str] = Counter()  # bytes of both, by tenant
         self._announced: Counter[str] = Counter()  # bytes of drafts, come or not, by instance
 
@@ -51,7 +51,7 @@ class HostShares:
         return max(0, self._held[tenant] + nbytes - self._most(tenant))
 
     def held(self, instance: str) -> tuple[str, int, int]:
-        """The instance's tenant, what that has, and may have."""
+        """The instance's tenant, its bytes, and its most."""
         tenant = self._tenant(instance) or ""
         return tenant, self._held[tenant], self._most(tenant)
 
@@ -65,7 +65,7 @@ class HostShares:
         return max(some, key=lambda key: (by_tenant[key[0]], by_instance[key]), default=("", ""))[1]
 
     def _sync(self) -> None:
-        """What has changed hands, or got a file."""
+        """Take over changes of holders and files."""
         moved, self._segments.moved = self._segments.moved, {}
         for span, known in moved.items():
             holders = self._segments.holders_at(span, known)

@@ -1,13 +1,13 @@
 """Decides where segments lie in the store's slabs; pure, the memory itself belongs to store_memory.py.
 
-A slab is a range that is far larger than most models, so that what one owner places in a row lies in a row and is
-copied in a row. To keep it so while several instances load at once, an owner that has begun has a slab to itself
-until it is closed, as far as there is room.
+A slab is a range that is far larger than most models, so that an owner's consecutive spans lie in a row and are copied
+in a row. To keep it so while several instances load at once, an owner that has begun has a slab to itself until it is
+closed, as far as there is room.
 
-An owner may announce a span before its bytes come: it *owes* them, and only what comes counts. Where all of a slab
+An owner may announce a span before its bytes come: it *owes* them, and only bytes that come count. Where all of a slab
 counts, so does that.
 
-What a slab costs depends on whether executors pin it. If not, address space only: pages are taken when written and
+The cost of a slab depends on whether executors pin it. If not, address space only: pages are taken when written and
 given back when a segment is freed, and the budget counts live segments. If they do, all of it from the start: the
 budget counts slabs, and one that empties goes.
 """
@@ -33,8 +33,8 @@ PINNABLE_SHARE: Final = 16
 
 
 class HostFull(Exception):
-    """There is no room; the text has the numbers and says what to do. At least ``lacking_nbytes`` must be freed; more,
-    if the free bytes lie in pieces.
+    """There is no room; the text has the numbers and a remedy. At least ``lacking_nbytes`` must be freed; more, if the
+    free bytes lie in pieces.
     """
 
     def __init__(self, text: str, lacking_nbytes: int) -> None:
@@ -58,7 +58,7 @@ class _Cursor:
 
 
 class Slabs:
-    """The books of all slabs.
+    """The state of all slabs.
 
     Args:
         budget_nbytes: most bytes of live segments, padding included; of slabs, if they are pinnable.
@@ -93,7 +93,7 @@ class Slabs:
 
     @property
     def held_nbytes(self) -> int:
-        """What counts against the budget."""
+        """Bytes that count against the budget."""
         return self.capacity_nbytes if self.pinnable else self.used_nbytes
 
     def taken(self) -> Iterator[tuple[int, int, int]]:
@@ -103,8 +103,8 @@ class Slabs:
                 yield number, offset, nbytes
 
     def adopt(self, sizes: Mapping[int, int], spans: Iterable[SlabSpan]) -> None:
-        """Before anything is placed: slabs that another store has left, and what is taken in them. Raises ValueError if
-        they do not fit together, or not into the budget; then these books are of no more use.
+        """Before anything is placed: slabs that another store has left, and the spans taken in them. Raises ValueError
+        if they do not fit together, or not into the budget; then this object is of no more use.
         """
         assert not self._free, "before anything is placed"
         self._free = {number: FreeList(nbytes) for number, nbytes in sizes.items()}
@@ -222,7 +222,7 @@ class Slabs:
         return spans
 
     def close(self, owner: object) -> None:
-        """The owner places nothing more for now: others may use what is left of its slab."""
+        """The owner places nothing more for now: others may use the rest of its slab."""
         self._expected.pop(owner, None)
         self.leave(owner)
 

@@ -1,7 +1,7 @@
 """The upper tier: owns the slabs' memory and the threads that copy and hash in it.
 
-Makes room by moving segments down to their files; which ones is segments.py's decision. The loop only copies and
-scrubs what takes microseconds; the rest happens in threads, while whoever asked keeps the bytes pinned.
+Makes room by moving segments down to their files; segments.py decides which ones. The loop only does copies and scrubs
+of microseconds; the rest happens in threads, while the caller keeps the bytes pinned.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class StoreMemory:
         on_change: called when bytes have been taken or given back.
         press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
         maps: those that the slabs have already.
-        shares: what tenants may have; by default, all that there is.
+        shares: limits of tenants; by default, all that there is.
         displace: asked to end an instance that loads: whether room may come of it.
     """
 
@@ -69,7 +69,7 @@ class StoreMemory:
         self._displace = displace
         self.slabs = slabs
         self.maps = dict(maps)  # by slab
-        self.changed = Notifier()  # room, or what could become room
+        self.changed = Notifier()  # room, or bytes that could become room
         self.hashing = 0  # jobs after which something may be shared or moved
         self._segments = segments
         self._on_slab = on_slab
@@ -118,8 +118,8 @@ class StoreMemory:
     # --- room
 
     async def place(self, owner: object, nbytes: int) -> SlabSpan:
-        """A span of zeros for what a file has, behind the owner's last one if possible: it goes before what is being
-        loaded. Raises HostFull.
+        """A span of zeros for the bytes of a file, behind the owner's last one if possible: it takes precedence over
+        models being loaded. Raises HostFull.
         """
         return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes, self._displace)
 
@@ -180,7 +180,7 @@ class StoreMemory:
             self._changed()
 
     async def _placed(self, attempt: Callable[[], T], nbytes: int, displace: Callable[[], bool] = lambda: False) -> T:
-        """What ``attempt`` gives, as soon as it finds room. Where nothing else makes any, ``displace`` may."""
+        """The result of ``attempt``, as soon as it finds room. Where nothing else makes any, ``displace`` may."""
         if nbytes > self.slabs.budget_nbytes:
             raise HostFull(self._full(nbytes), nbytes)  # before others' segments are moved down for nothing
         end_s = self._loop.time() + ROOM_S
@@ -216,7 +216,7 @@ class StoreMemory:
         )
 
     def _follow(self) -> None:
-        """The books have changed: give memory to slabs that they have added, and give back those that are gone."""
+        """The slabs have changed: give memory to slabs that they have added, and give back those that are gone."""
         slabs = self.slabs
         for slab, nbytes in slabs.slabs.items():
             if slab not in self.maps:
@@ -229,7 +229,7 @@ class StoreMemory:
                 self.maps.pop(slab).close()
 
     def collect(self) -> None:
-        """Scrub what the books have freed and give it back."""
+        """Scrub freed spans and give them back."""
         freed, self._segments.freed = self._segments.freed, []
         self.give_back(freed)
 

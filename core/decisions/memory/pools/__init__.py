@@ -1,1 +1,1 @@
-"""Where segments lie in a GPU's memory: books alone. In: what is to be there. Out: plans of moves and evictions."""
+"""Places of segments in a GPU's memory: books alone. In: the wanted segments. Out: plans of moves and evictions."""

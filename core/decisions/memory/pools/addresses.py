@@ -2,10 +2,10 @@
 
 Addresses are plenty and physical granules are not: the segments that come together for one tenant lie side by side, so
 that neighbours share granules and only the end of a batch wastes part of one. A batch begins at a large granule's
-boundary and owns whole large windows, so that granules are never shared by two tenants; what is left of the window
+boundary and owns whole large windows, so that granules are never shared by two tenants; the rest of the window
 at its end goes to the same tenant's next segments that fit there. A batch that fits in a small granule lies in one.
 
-Roaming segments have an address only while they are resident. They fill what is left in the tenant's windows, first
+Roaming segments have an address only while they are resident. They fill the rest of the tenant's windows, first
 where memory is mapped in any case: so they take as many granules as their bytes do, whichever of them come and go.
 """
 
@@ -17,7 +17,7 @@ from dormouse.core.freelist import FreeList, Holes, aligned, check_tiling
 
 
 class Addresses:
-    """Windows of ``window_nbytes`` in ``[0, nbytes)``, and what is known to lie in them. ``tile_nbytes``: of a small
+    """Windows of ``window_nbytes`` in ``[0, nbytes)``, and the known segments in them. ``tile_nbytes``: of a small
     granule.
     """
 
@@ -27,7 +27,7 @@ class Addresses:
         self._known: dict[int, tuple[int, int]] = {}  # (offset, aligned nbytes) by segment
         self._count: dict[int, int] = {}  # known segments by window that they touch
         self._owner: dict[int, str] = {}  # tenant by window in use
-        self._holes: dict[str, Holes] = {}  # what nothing known has of a tenant's windows
+        self._holes: dict[str, Holes] = {}  # parts of a tenant's windows that no known segment has
         self._last: dict[str, int] = {}  # end of the window whose rest the tenant's next segments get
 
     @property
@@ -42,11 +42,11 @@ class Addresses:
         return self._known[segment][0]
 
     def nbytes(self, segment: int) -> int:
-        """Of its addresses, that is, with the rounding. Raises KeyError."""
+        """Size of its addresses, with the rounding. Raises KeyError."""
         return self._known[segment][1]
 
     def owner(self, window: int) -> str:
-        """The tenant that the window's addresses are of."""
+        """The tenant that owns the window's addresses."""
         return self._owner[window]
 
     def last(self, tenant: str) -> int:
@@ -67,7 +67,7 @@ class Addresses:
         """Addresses side by side for segments that have none; False, and nothing has changed, if there are none left.
 
         Args:
-            share: they may lie in the tenant's last window, beside what is there.
+            share: they may lie in the tenant's last window, beside others.
         """
         if not needs:
             return True
@@ -86,7 +86,7 @@ class Addresses:
 
         Args:
             wanted: whether a small granule's worth of addresses, by its number, is mapped in any case.
-            share: they may lie wherever there is room in the tenant's windows, else only in what is wanted.
+            share: they may lie wherever there is room in the tenant's windows, else only in wanted granules.
         """
         sizes = {segment: aligned(nbytes) for segment, nbytes in needs}
         left = dict(sizes)
@@ -94,7 +94,7 @@ class Addresses:
 
         def fill(start: int, end: int, from_end: bool) -> None:
             chosen, room = dict[int, int](), end - start
-            whole = total <= room  # else the largest first: what is left is easier to fill
+            whole = total <= room  # else the largest first: the remaining room is easier to fill
             for segment, size in left.items() if whole else sorted(left.items(), key=lambda each: -each[1]):
                 if size <= room:
                     chosen[segment] = size
@@ -113,7 +113,7 @@ class Addresses:
             for start, end in pieces:
                 if (size := end - start) >= least:
                     first, last = wanted(start // self._tile), wanted((end - 1) // self._tile)
-                    alone = not (first or last)  # what is beside something takes fewer granules
+                    alone = not (first or last)  # a segment beside another takes fewer granules
                     ranked.append((alone, size < total, abs(size - total), start, end, last and not first))
             for *_, start, end, from_end in sorted(ranked):
                 if not left:
@@ -126,7 +126,7 @@ class Addresses:
         return True
 
     def _pieces(self, tenant: str) -> list[tuple[int, int]]:
-        """What nothing known has of its windows."""
+        """Parts of its windows that no known segment has."""
         holes = self._holes.get(tenant)
         return [] if holes is None else list(zip(holes.starts, holes.ends, strict=True))
 
@@ -177,7 +177,7 @@ class Addresses:
         return True
 
     def _put(self, sizes: dict[int, int], start: int, tenant: str) -> None:
-        """Side by side in what nothing known has."""
+        """Places them side by side in addresses that no known segment has."""
         for segment, size in sizes.items():
             taken = self._holes[tenant].take(start, size)
             assert taken, "two segments at one address"
@@ -187,7 +187,7 @@ class Addresses:
             start += size
 
     def withdraw(self, segments: Sequence[int], tenant: str, last: int, mapped: Container[int] = ()) -> None:
-        """Undo ``assign`` and ``lend``; ``last`` is what it was before. ``mapped``: windows that stay the tenant's."""
+        """Undo ``assign`` and ``lend``; ``last`` is its earlier value. ``mapped``: windows that stay the tenant's."""
         windows = [window for segment in segments for window in self.windows(segment)]
         for segment in segments:
             self.vacate(segment)
@@ -202,8 +202,8 @@ class Addresses:
         return range(offset // self._window, -(-(offset + nbytes) // self._window))
 
     def vacate(self, segment: int) -> None:
-        """Its addresses may be others' of its tenant. Its windows stay the tenant's until they are trimmed: what is
-        mapped there has that one's bytes.
+        """Its addresses may be reused by its tenant. Its windows stay the tenant's until they are trimmed: memory
+        mapped there holds that tenant's bytes.
         """
         offset, nbytes = self._known[segment]
         windows = self.windows(segment)
@@ -223,7 +223,7 @@ class Addresses:
         return True
 
     def trim(self, windows: Iterable[int]) -> None:
-        """Those where nothing known lies are free for others."""
+        """Frees the windows in which no known segment lies."""
         for window in windows:
             if self._count.get(window, 1):
                 continue

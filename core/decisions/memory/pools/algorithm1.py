@@ -3,7 +3,7 @@ compared with.
 
 ``partition`` goes downwards: from "merge everything" it splits the line at a group whenever the needs can be divided
 between both sides, which gains the group's bytes; the largest gain is tried first. Line 21 refuses a tensor that is not
-smaller than the *smaller* of the two rooms, while the text sends a tensor to the larger room and gives up only where it
+smaller than the *smaller* of the two rooms, while the text sends a tensor to the larger room and gives up only if it
 does not fit there. The text is followed: by line 21 no large tensor could be placed beside a small hole, and a side
 that is exactly full would refuse everything after it. A tensor that fits exactly fits.
 """
@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from dormouse.core.decisions.memory.pools.packing import HOLE_BITS, HOLE_MASK, Layout, Line, best_fit, room_keys
 
 STEPS: Final = 2_000
-"""Most tensors that ``partition`` looks at in all its attempts together, for a quarter of a millisecond. What is
-unsplit then is merged.
+"""Most tensors that ``partition`` looks at in all its attempts together, for a quarter of a millisecond. The unsplit
+rest is then merged.
 """
 
 

@@ -14,7 +14,7 @@ from dormouse.core.decisions.memory.pools.protocol import Mapping, PoolChange
 
 
 class GranuleWindow:
-    """One large granule's worth of addresses: who is there, and what is mapped."""
+    """One large granule's worth of addresses: its resident segments, and its mapped granules."""
 
     __slots__ = ("large", "residents", "small", "users")
 
@@ -41,7 +41,7 @@ class GranuleWindow:
 
 
 class Demand(NamedTuple):
-    """What must be mapped for the segments that are to be resident."""
+    """Granules to map for the segments that are to be resident."""
 
     beside: int  # tiles in windows where other tiles are mapped small and in use
     whole: list[int]  # windows wanted from end to end
@@ -55,7 +55,7 @@ class Backing:
     def __init__(self, granules: Granules) -> None:
         self._granules = granules
         self._windows: dict[int, GranuleWindow] = {}
-        self.spare_large = 0  # granules still mapped that nobody wants; none between a pool's calls
+        self.spare_large = 0  # granules still mapped and not wanted; none between a pool's calls
         self.spare_small = 0
 
     def __contains__(self, window: object) -> bool:
@@ -76,7 +76,7 @@ class Backing:
                 self.spare_small += window.spare_small() - before
 
     def leave(self, offset: int, nbytes: int) -> None:
-        """Count a segment as gone; what only it wanted is spare, and still mapped."""
+        """Count a segment as gone; tiles that only it wanted are spare, and still mapped."""
         for number, low, high in self._touched(offset, nbytes):
             window = self._windows[number]
             before = window.spare_small() if window.small else 0
@@ -88,7 +88,7 @@ class Backing:
                 self.spare_small += window.spare_small() - before
 
     def wanted(self, tile: int) -> bool:
-        """Whether a small granule's worth of addresses is mapped, or about to be, for what is resident."""
+        """Whether a small granule's worth of addresses is mapped, or about to be, for resident segments."""
         number, inside = divmod(tile, self._granules.per_large)
         window = self._windows.get(number)
         if window is None:
@@ -103,7 +103,7 @@ class Backing:
                 del self._windows[number]
 
     def demand(self, windows: Iterable[int]) -> Demand:
-        """What these lack."""
+        """Granules that these windows lack."""
         beside, whole, part = 0, list[int](), list[tuple[int, int]]()
         for number in windows:
             window = self._windows[number]
@@ -117,8 +117,8 @@ class Backing:
         return Demand(beside, whole, sorted(part, reverse=True), sum(tiles for tiles, _ in part))
 
     def fits(self, demand: Demand, reserve_nbytes: int, without: tuple[int, int] = (0, 0)) -> bool:
-        """Whether what is free and spare, but for so many large and small ones, covers a demand and leaves the
-        reserve. With more granules of either class the answer never turns to no.
+        """Whether free and spare granules, but for so many large and small ones, cover a demand and leave the
+        reserve. With more granules of either class the result never turns to False.
         """
         granules = self._granules
         large = granules.free_large + self.spare_large - without[0]
@@ -136,7 +136,7 @@ class Backing:
         return parts <= small and free_nbytes >= reserve_nbytes
 
     def unmap(self, windows: Iterable[int], plan: PoolChange) -> None:
-        """Take from these windows what nobody wants. After all that had spare granules, none are."""
+        """Unmaps unwanted tiles of these windows. Once all windows with spare granules are done, none are spare."""
         granules = self._granules
         for number in windows:
             window, start = self._windows[number], number * granules.large_nbytes
@@ -152,7 +152,9 @@ class Backing:
         self.spare_large = self.spare_small = 0
 
     def map(self, windows: list[int], tenant: Callable[[int], str], plan: PoolChange) -> None:
-        """Map what these lack, which must fit; ``tenant`` is the one whose addresses a window has."""
+        """Maps the missing tiles of these windows, which must fit; ``tenant`` returns the owner of a window's
+        addresses.
+        """
         granules, demand = self._granules, self.demand(windows)
         direct = min(granules.free_large, len(demand.whole))
         parts = demand.part_tiles
@@ -184,7 +186,9 @@ class Backing:
         return window.small[tile], inside
 
     def check(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Assert that exactly what the segments at these ``(offset, nbytes)`` touch is mapped, each granule once."""
+        """Asserts that exactly the tiles that segments at these ``(offset, nbytes)`` touch are mapped, each granule
+        once.
+        """
         assert self.spare_large == self.spare_small == 0
         users: dict[int, list[int]] = {}
         residents: dict[int, int] = {}

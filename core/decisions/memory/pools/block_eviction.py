@@ -1,7 +1,7 @@
 """Decides which blocks leave partitions that are short of room, and where the wanted ones go then: the cheapest first,
 and for a block of several partitions the cheapest run of them.
 
-Nothing is changed but the places that are noted in the wanted blocks; partitions are copied.
+Nothing changes except the places noted in the wanted blocks; partitions are copied.
 """
 
 import math
@@ -12,7 +12,7 @@ from dormouse.core.decisions.memory.pools.partitions import SLOTS, Partitions, r
 
 
 class Clearing:
-    """What it costs to empty each partition.
+    """Cost of emptying each partition.
 
     Args:
         blocks: all there are, by number.
@@ -53,8 +53,8 @@ class Clearing:
             self._fixed[each] = True
 
     def cheapest(self, count: int) -> list[int]:
-        """The blocks to evict so that ``count`` consecutive partitions are empty, at the least cost; none if there is
-        something in all runs that must stay.
+        """The blocks to evict so that ``count`` consecutive partitions are empty, at the least cost; none if every run
+        contains a block that must stay.
         """
         price = [math.inf if fixed else price for fixed, price in zip(self._fixed, self._price, strict=True)]
         runs = range(len(price) - count + 1)
@@ -138,7 +138,7 @@ class PlaceSearch:
         return self._undone(partitions, ordered) if partitions.free_slots >= self._reserve else None
 
     def _undone(self, partitions: Partitions, evicted: Sequence[int]) -> tuple[Partitions, list[int]]:
-        """Take back evictions whose place nobody needed, the dearest first."""
+        """Takes back needless evictions, the dearest first."""
         gone: list[int] = []
         for number in reversed(evicted):
             place = self._blocks[number].place

@@ -2,10 +2,10 @@
 ever moves.
 
 Torpor manages the blocks that PyTorch's caching allocator would have asked for, not tensors. So the segments of a wake
-are packed, in their order, as that allocator does: those of at most half a slot into blocks of one slot (1 MiB into
-2 MiB), those below 5 slots (10 MiB) into blocks of ten (20 MiB), larger ones have a block each. A block is the unit of
-eviction: what is in it goes together, its cost is the sum, and it stays while any segment of it is fixed. Bytes that a
-dropped segment leaves in a block are lost until the block is empty.
+are packed, in their order, as that allocator does: those of at most half a slot into blocks of one slot (1 MiB into 2
+MiB), those below 5 slots (10 MiB) into blocks of ten (20 MiB), larger ones have a block each. A block is the unit of
+eviction: its segments go together, its cost is their sum, and it stays while any of them is fixed. The bytes of a
+dropped segment are lost until its block is empty.
 """
 
 from collections.abc import Container, Iterable, KeysView, Sequence
@@ -122,7 +122,7 @@ class Buddy:
         return plan
 
     def forget(self, segments: Iterable[int]) -> None:
-        """An address lasts only while its segment is resident: nothing is kept that could be forgotten."""
+        """An address lasts only while its segment is resident: there is none to forget."""
 
     def rename(self, old: int, new: int) -> None:
         if new in self._nbytes:

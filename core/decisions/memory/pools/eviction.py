@@ -1,11 +1,11 @@
 """Decides which segments leave a pool that is short of room: minimal-cost eviction, first stage of Tangram §3.2.2.
 
-Evicting moves no bytes, so its cost is what bringing back would cost (its Eq. 2, which the caller computes). Finding
-the cheapest set that frees enough is a knapsack problem. Greedy in ascending cost *per byte* is its usual
-approximation; a second pass takes back whatever the last and largest picks made needless, and where a shorter greedy
-start completed by one well-fitting segment is clearly cheaper, that is taken. The paper orders by the cost itself, and
-under its own Eq. 2 that evicts the small tensors of every model before the large ones of any: each wake then finds all
-models incomplete and the memory in crumbs.
+Evicting moves no bytes, so its cost is that of bringing back (its Eq. 2, which the caller computes). Finding the
+cheapest set that frees enough is a knapsack problem. Greedy in ascending cost *per byte* is its usual approximation; a
+second pass takes back segments made needless by the last and largest picks, and a shorter greedy start completed by one
+well-fitting segment is taken if it is clearly cheaper. The paper orders by the cost itself, and under its own Eq. 2
+that evicts the small tensors of every model before the large ones of any: each wake then finds all models incomplete
+and the memory in crumbs.
 """
 
 import math
@@ -18,19 +18,19 @@ import numpy.typing as npt
 from dormouse.core.decisions.memory.pools.protocol import Cost
 
 STEPS: Final = 64
-"""Steps per doubling of the cost per byte. Segments of one model differ in it only by rounding; within a step (about
-1 %) the order is the caller's, which is by address, so that what leaves lies together.
+"""Steps per doubling of the cost per byte. Segments of one model differ in it only by rounding; within a step (about 1
+%) the order is the caller's, which is by address, so that evicted segments lie together.
 """
 
 ENDINGS: Final = 24
 """Shorter starts that are tried with another ending: only the last picks can be much better chosen."""
 
 GAIN: Final = 0.02
-"""Least share of the cost that another ending must save: what leaves then lies together less."""
+"""Least share of the cost that another ending must save: its evicted segments lie less together."""
 
 
 class Ranking(NamedTuple):
-    """What can be evicted, segments or blocks of them, the cheapest per byte first."""
+    """Segments or blocks that can be evicted, the cheapest per byte first."""
 
     names: list[int]
     nbytes: npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ def ascending(names: Sequence[int], nbytes: Sequence[int] | npt.NDArray[np.int64
     """The ranking of ``names``, each with its bytes; equals stay in the order given."""
     costs, sizes = np.array(list(map(cost, names)), dtype=np.float64), np.asarray(nbytes, dtype=np.int64)
     with np.errstate(divide="ignore"):
-        steps = np.floor(np.log2(np.maximum(costs, 0.0) / sizes) * STEPS)  # minus infinity for what costs nothing
+        steps = np.floor(np.log2(np.maximum(costs, 0.0) / sizes) * STEPS)  # minus infinity for a cost of nothing
     order = np.argsort(steps, kind="stable")
     return Ranking([names[index] for index in order.tolist()], sizes[order], costs[order])
 
@@ -72,7 +72,7 @@ def enough(ranking: Ranking, short_nbytes: int) -> list[int]:
 
 
 def _undone(ranking: Ranking, chosen: Sequence[int], surplus_nbytes: int) -> list[int]:
-    """Indices without what is not needed, the dearest per byte first: undoing them saves most."""
+    """Indices without the needless ones, the dearest per byte first: undoing them saves most."""
     kept: list[int] = []
     for index, nbytes in zip(reversed(chosen), reversed(ranking.nbytes[chosen].tolist()), strict=True):
         if nbytes <= surplus_nbytes:

@@ -1,7 +1,7 @@
-"""Keeps the physical granules of a pool of pages that are not mapped, by size class and by whose bytes they have.
+"""Keeps the unmapped physical granules of a pool of pages, by size class and by the tenant whose bytes they hold.
 
 Granules are numbered from 0, large ones first; a granule's bytes lie at the sum of the sizes before it. A tenant is
-given a free granule that it had last, else one that nobody had, else another's, which must be cleared.
+given a free granule that it had last, else an unused one, else another's, which must be cleared.
 """
 
 from collections import defaultdict

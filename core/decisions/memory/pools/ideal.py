@@ -1,5 +1,5 @@
-"""Keeps count of a memory whose bytes need not lie together: no addresses, no moves, nothing lost. It is what the
-pools that plan addresses are measured against, and what a simulation has where addresses do not matter.
+"""Keeps count of a memory whose bytes need not lie together: no addresses, no moves, nothing lost. The reference for
+pools that plan addresses, and the pool of simulations in which addresses do not matter.
 
 The cheapest segments per byte leave; one that the last of them made needless stays.
 """
@@ -63,7 +63,7 @@ class Ideal:
         return PoolChange(evicted=evicted, placed=dict.fromkeys(wanted, 0))
 
     def _needed(self, evicted: list[int], surplus_nbytes: int) -> list[int]:
-        """Without those that need not leave, the dearest first."""
+        """Evictions without the needless ones, the dearest first."""
         needed: list[int] = []
         for segment in reversed(evicted):
             if self._nbytes[segment] <= surplus_nbytes:
@@ -88,7 +88,7 @@ class Ideal:
         return PoolChange(evicted=gone)
 
     def forget(self, segments: Iterable[int]) -> None:
-        """There are no addresses to be kept."""
+        """There are no addresses to forget."""
 
     def rename(self, old: int, new: int) -> None:
         if new in self._nbytes:

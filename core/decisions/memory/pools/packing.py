@@ -2,13 +2,12 @@
 move: the second stage of Tangram §3.2.2.
 
 The range is seen as a line of holes with groups of resident segments between them. A layout names for each need the
-hole that takes it, and the runs of holes that become one first; the groups inside a run must be moved together, and
-their bytes are what it costs. Where a group holds a segment that must stay, no run reaches over it.
+hole that takes it, and the runs of holes that become one first. The groups inside a run must be moved together; their
+bytes are its cost. No run reaches over a group with a segment that must stay.
 
-``windows`` goes upwards: most needs fit a hole as it is (best fit decreasing), and for each of the few that are left it
-merges the run of holes whose groups are cheapest. It finds what the two-way division of the paper's Algorithm 1
-(algorithm1.py) cannot when nearly every free byte is needed. Both are bounded, and the
-pool takes the cheaper result.
+``windows`` goes upwards: most needs fit a hole as it is (best fit decreasing), and for each of the few that remain it
+merges the run of holes whose groups are cheapest. It finds layouts that the two-way division of the paper's Algorithm 1
+(algorithm1.py) cannot when nearly every free byte is needed. Both are bounded, and the pool takes the cheaper result.
 """
 
 import bisect
@@ -31,8 +30,8 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Line:
-    """Holes by address: hole ``i`` is ``[starts[i], ends[i])``. ``barrier()[i]``: what lies between it and the next one
-    must not move; asked for only where something would.
+    """Holes by address: hole ``i`` is ``[starts[i], ends[i])``. ``barrier()[i]``: whether the group between it and the
+    next hole must not move; called only if a group would move.
     """
 
     starts: list[int]
@@ -55,7 +54,7 @@ class Line:
 
 
 class Layout(NamedTuple):
-    """What goes where."""
+    """Homes of the needs, and the holes that are merged for them."""
 
     homes: list[int]  # hole by need; of those that become one, the first
     runs: list[tuple[int, int]]  # holes [first, last) that become one, only those of several
@@ -108,8 +107,8 @@ def room_keys(rooms: Sequence[int]) -> list[int]:
 
 
 def best_fit(by_room: list[int], sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Each need of ``order`` (descending) into the smallest hole that takes it: hole by need, 0 for what fits none, and
-    those.
+    """Puts each need of ``order`` (descending) into the smallest hole that takes it. Returns the hole by need, 0 for
+    needs that fit none, and these needs.
 
     Args:
         by_room: ``room_keys``, ascending.
@@ -117,7 +116,7 @@ def best_fit(by_room: list[int], sizes: Sequence[int], order: Sequence[int]) -> 
     by_room = by_room.copy()
     homes = [0] * len(sizes)
     left: list[int] = []
-    least = sizes[order[-1]] << HOLE_BITS if order else 0  # what takes no need any more is not kept
+    least = sizes[order[-1]] << HOLE_BITS if order else 0  # holes that take no need any more are not kept
     find, insert = bisect.bisect_left, bisect.insort
     for need in order:
         size = sizes[need] << HOLE_BITS

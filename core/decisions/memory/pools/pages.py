@@ -1,10 +1,10 @@
 """Decides which segments leave a pool of pages, where nothing moves: segments keep their address for life, so views and
 captured graphs stay valid over a swap, and free bytes need not lie together. Roaming segments keep theirs only while
-they are resident: where they come back depends on who has left for them.
+they are resident: their next address depends on the segments evicted for them.
 
-Addresses are given out in addresses.py, physical granules are put behind them in
-backing.py. A granule is shared by neighbours, so an evicted segment frees only what no
-resident neighbour touches: eviction counts what really becomes free.
+Addresses are given out in addresses.py, and physical granules put behind them in backing.py. A granule is shared by
+neighbours, so an evicted segment frees only the granules that no resident neighbour touches: eviction counts those
+alone.
 """
 
 from collections.abc import Container, Iterable, KeysView, Sequence
@@ -18,7 +18,7 @@ from dormouse.core.decisions.memory.pools.protocol import Cost, Granule, PoolCha
 from dormouse.core.freelist import aligned
 
 TRIES: Final = 8
-"""Places for what roams are sought again when so small a part of its bytes has left: each try looks at all of it."""
+"""Roaming segments are tried again once this part of their bytes has been evicted: each try looks at all of them."""
 
 
 class Pages:
@@ -180,8 +180,8 @@ class Pages:
         self._used += nbytes
 
     def _leave(self, segment: int) -> None:
-        """Count a segment as gone; what only it wanted is spare, and still mapped. One that roams has no address any
-        more.
+        """Count a segment as gone; tiles that only it wanted are spare, and still mapped. A roaming one loses its
+        address.
         """
         nbytes = self._addresses.nbytes(segment)
         self._backing.leave(self._addresses.offset(segment), nbytes)
@@ -322,7 +322,7 @@ class Pages:
         return gone[::-1], list(dict.fromkeys(number for segment in gone for number in places[segment][1]))
 
     def _commit(self, evicted: list[int], windows: Sequence[int], placed: Sequence[int]) -> PoolChange:
-        """Unmap what nobody wants in the windows of those that have left, map what is wanted."""
+        """Unmaps unwanted granules in the windows of evicted segments, maps wanted ones."""
         plan = PoolChange(evicted=evicted)
         self._backing.unmap(sorted(windows), plan)
         for segment in evicted:

@@ -2,7 +2,7 @@
 
 A partition of 64 slots (128 MiB at 2 MiB a slot) is typed by its first block and untyped again when it is empty:
 
-- *regular*: blocks of exactly 1 or 10 slots (2 and 20 MiB, what PyTorch's allocator asks for), at multiples of their
+- *regular*: blocks of exactly 1 or 10 slots (2 and 20 MiB, as PyTorch's allocator asks for), at multiples of their
   own length, so that 10 slots fit six times;
 - *irregular*: any other size up to a partition, rounded up to a power of two of at least 8 slots;
 - *whole*: larger blocks take consecutive untyped partitions. (The prototype leaves these to the driver.)
@@ -47,7 +47,7 @@ class SlotRange(NamedTuple):
 
 
 def rounded(slots: int) -> int:
-    """What a request of so many slots is given."""
+    """Slots given to a request of ``slots`` slots."""
     if slots in COMMON:
         return slots
     if slots > SLOTS:
@@ -60,7 +60,7 @@ NOWHERE: Final = SlotRange(0, 0)
 
 
 class Partitions:
-    """Which slots of ``count`` partitions are taken."""
+    """Taken slots of ``count`` partitions."""
 
     def __init__(self, count: int) -> None:
         self.count = count

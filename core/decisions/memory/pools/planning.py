@@ -1,7 +1,7 @@
-"""Decides, for a wake into one contiguous range, which segments leave and what is laid out where in the holes: the two
-stages of Tangram §3.2.2 and what lies between them.
+"""Decides, for a wake into one contiguous range, which segments are evicted and the layout of the needs in the holes:
+the two stages of Tangram §3.2.2 and the steps between them.
 
-Nothing is changed here: a :class:`PlacementChoice` is what the books are then changed by.
+Nothing is changed here: the caller applies a :class:`PlacementChoice` to the books.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ RETRIES: Final = 16
 
 MOVE_NBYTES_S: Final = 300e9
 """Bytes that a GPU moves in its own memory per second, for weighing moves against evictions: an L40's 864 GB/s of reads
-and writes, less what overlapping copies lose. Only its order of magnitude matters.
+and writes, less the loss of overlapping copies. Only its order of magnitude matters.
 """
 
 NEGLIGIBLE: Final = 1e-3
@@ -44,11 +44,11 @@ MERGES: Final[dict[str, Callable[[Line, Sequence[int], Sequence[int]], Layout | 
     "algorithm-1": algorithm1.partition,
     "global": algorithm1.global_merge,
 }
-"""Ways to find room in pieces; the second and third are what the first is compared with."""
+"""Ways to find room in pieces; the second and third are baselines for the first."""
 
 
 class PlacementChoice(NamedTuple):
-    """What leaves, the holes then, and what goes where in them."""
+    """Evicted segments, the holes then, and the layout of needs in them."""
 
     evicted: Collection[int]
     line: Line
@@ -122,7 +122,7 @@ class Planner:
         return choice
 
     def _pack(self, gone: Collection[int]) -> PlacementChoice | None:
-        """The holes once these are gone, and what goes where."""
+        """The holes once these are gone, and the layout of needs in them."""
         line = self.shelf.line(set(gone)) if gone else Line(*self._holes, lambda: self.shelf.barrier())
         layout = packing.side_by_side(line, self._sizes)
         if layout is None:
@@ -130,7 +130,7 @@ class Planner:
         return None if layout is None else PlacementChoice(gone, line, layout)
 
     def _needed(self, choice: PlacementChoice, surplus_nbytes: int) -> PlacementChoice:
-        """What was evicted beyond the sum of sizes, to get around obstacles, is taken back where it did not help."""
+        """Takes back evictions beyond the sum of sizes, made to get around obstacles, that did not help."""
         tries = RETRIES
         for segment in reversed(list(choice.evicted)):
             nbytes = self.shelf.size(segment)

@@ -1,9 +1,9 @@
-"""What every strategy for a GPU's memory can do: one protocol, so that residency and the benchmarks do not know which.
+"""Interface of every strategy for a GPU's memory: one protocol, so that residency and benchmarks work with any.
 
-A pool is books only: no byte moves here, and nothing knows of torch, of instances or of a device. It is told which
-segments a wake needs and what each resident one would cost to bring back, and answers with a :class:`PoolChange` that a
-device can carry out. Offsets are in the pool's address space: memory itself for a contiguous pool, virtual addresses
-relative to the reservation for one of pages.
+A pool is books only: no byte moves here, and nothing depends on torch, instances or a device. Given the segments that a
+wake needs and the cost of bringing each resident one back, it returns a :class:`PoolChange` that a device can carry
+out. Offsets are in the pool's address space: memory itself for a contiguous pool, virtual addresses relative to the
+reservation for one of pages.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, KeysView, Sequence
@@ -52,7 +52,7 @@ class Granule(NamedTuple):
 
 
 class PoolChange(msgspec.Struct):
-    """What has changed in the books, by evicting and by dropping; to be carried out in the order of the fields."""
+    """Changes in the books, by evicting and by dropping; to be carried out in the order of the fields."""
 
     evicted: list[int] = []  # segments that are not there any more
     freed: list[Span] = []  # given up by contiguous pools, to be poisoned
@@ -67,14 +67,12 @@ class PoolChange(msgspec.Struct):
 
 
 Cost = Callable[[int], float]
-"""What evicting a resident segment would cost, in expected seconds (Tangram §3.2.2, Eq. 2: miss probability times
-bytes over bandwidth times sensitivity)."""
+"""Cost of evicting a resident segment, in expected seconds (Tangram §3.2.2, Eq. 2: miss probability times bytes over
+bandwidth times sensitivity)."""
 
 
 class EvictionCost(Protocol):
-    """The same, and which segments that makes the first to go: a pool that does not mind addresses need not look at all
-    of them.
-    """
+    """The same, and the resulting order of eviction: pools that ignore addresses need not look at all segments."""
 
     def __call__(self, segment: int, /) -> float: ...
 
@@ -85,8 +83,8 @@ class EvictionCost(Protocol):
 class Pool(Protocol):
     """The books of one GPU's memory of ``capacity`` bytes.
 
-    Every count is in bytes and exact. ``used_nbytes`` is what segments hold, with the rounding to the alignment;
-    ``lost_nbytes`` what is held beside it by granules or blocks; ``free_nbytes`` the rest of ``capacity``;
+    Every count is in bytes and exact. ``used_nbytes`` are the bytes of segments, with the rounding to the alignment;
+    ``lost_nbytes`` those held beside them by granules or blocks; ``free_nbytes`` the rest of ``capacity``;
     ``largest_nbytes`` the largest segment that would fit with no eviction and no move.
     """
 
@@ -122,9 +120,8 @@ class Pool(Protocol):
 
         Args:
             reserve_nbytes: ``free_nbytes`` is at least this afterwards (activations outside the pool).
-            tenant: owner of what is placed, for clearing.
-            roaming: of the needs, what needs no address that it has had: whoever uses it is told where it is whenever
-                it comes.
+            tenant: owner of the needs, for clearing.
+            roaming: those of the needs that need not keep their address: their users are sent it whenever they come.
 
         Raises:
             PoolFull: even with all others evicted there is no room.
@@ -151,22 +148,22 @@ class Pool(Protocol):
         """Address of a resident segment. Raises KeyError."""
 
     def nbytes(self, segment: int) -> int:
-        """As it was asked for. Raises KeyError."""
+        """Its size as asked for. Raises KeyError."""
 
     def segments(self) -> KeysView[int]:
         """All resident ones."""
 
     def owner(self, segment: int) -> str | None:
-        """The tenant whose memory a resident segment lies in, which nobody clears for that tenant; None where memory is
-        anybody's.
+        """The tenant whose memory a resident segment lies in, not cleared for that tenant; None where memory has no
+        tenant.
         """
 
     def extents(self, segment: int) -> list[Span]:
-        """Where its bytes lie in the memory that the device exports to others, in order. Raises KeyError."""
+        """Pieces of the exported memory that hold its bytes, in order. Raises KeyError."""
 
     def granules(self, segments: Iterable[int]) -> list[Granule]:
-        """The pieces of the exported memory that these resident segments lie in, each once: what another process has to
-        map at the same offsets. Raises KeyError.
+        """The pieces of the exported memory that these resident segments lie in, each once: another process has to map
+        them at the same offsets. Raises KeyError.
         """
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Keeps the books of one contiguous range (Tangram §3.2): a wake takes free regions as they are, else the cheapest
 segments are evicted, and only where the free bytes lie in pieces others are moved together.
 
-What leaves and what moves is decided in planning.py; here it is entered. Bytes are moved
-by whoever carries out the plan, in its order. Segments in ``fixed`` are obstacles that nothing passes.
+planning.py decides the evictions and moves; here they are entered. Whoever carries out the plan moves the bytes, in its
+order. Segments in ``fixed`` are obstacles that nothing passes.
 """
 
 from collections.abc import Container, Iterable, KeysView, Sequence
@@ -98,7 +98,7 @@ class Regions:
         return plan
 
     def forget(self, segments: Iterable[int]) -> None:
-        """An address lasts only while its segment is resident: nothing is kept that could be forgotten."""
+        """An address lasts only while its segment is resident: there is none to forget."""
 
     def rename(self, old: int, new: int) -> None:
         if new in self._offset:
@@ -166,7 +166,7 @@ class Regions:
             ends = ends.copy()
         for first, last in layout.runs:
             ends[first] = ends[last - 1]
-            cursors[first + 1 : last] = ends[first + 1 : last]  # nothing is left of these
+            cursors[first + 1 : last] = ends[first + 1 : last]  # no room remains in these
         self._holes.reset(zip(cursors, ends, strict=True))
         return plan
 

@@ -1,5 +1,5 @@
-"""Sees a contiguous pool's residents by address: the holes that there are once some of them are gone, and which run of
-addresses is cheapest to clear.
+"""Views a contiguous pool's residents by address: the holes once some residents are gone, and the run of addresses that
+is cheapest to clear.
 
 Greedy eviction takes the cheapest wherever they are; a run may cost a little more and needs no moves.
 """
@@ -70,7 +70,7 @@ class Shelf:
 
     def clear(self, totals: Iterable[int], price: Mapping[int, float]) -> list[int] | None:
         """Segments to evict so that there is a free run of each of ``totals`` bytes, the largest chosen first; None if
-        what must stay leaves no such run.
+        the segments that must stay leave no such run.
 
         Args:
             price: cost of each segment that may go; the others stay.
