@@ -67,7 +67,9 @@ def standing(row: dict[str, Any]) -> tuple[bool, bool, bool, int, int]:
 def strangers(value: dict[str, Any]) -> list[str]:
     """Tenants that the node file names and nobody else: maybe slips of the pen."""
     tenants = value.get("tenants", {})
-    known = ", ".join(name for name, row in tenants.items() if row["functions"]) or "none"
+    if not any(row["functions"] for row in tenants.values()):
+        return []  # nothing is deployed yet
+    known = ", ".join(name for name, row in tenants.items() if row["functions"])
     return [
         f"[tenants.{name}] of the node file: no function is of this tenant (there are: {known})"
         for name, row in tenants.items()

@@ -77,10 +77,7 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
             raise
         if isinstance(error.__cause__, BadResponse):
             raise error.__cause__ from None
-        raise BadResponse(
-            f"handle() returned something that is not JSON: {error}: return dicts, lists, strings, and numbers of at "
-            "most 64 bits"
-        ) from error
+        raise BadResponse(f"handle() returned something that is not JSON: {_cure(error)}") from error
     if not finite:
         raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:
@@ -104,6 +101,19 @@ def event(value: Any) -> bytes:
     else:
         lines = [encode(value, EVENT_NBYTES)]
     return b"".join(b"data: %b\n" % line for line in lines) + b"\n"
+
+
+def _cure(error: Exception) -> str:
+    """The encoder's reason in the words of a user, and the way out."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or contains itself: return a flat value"
+    if isinstance(error, UnicodeEncodeError) or "surrogates" in str(error):
+        return "a text in it is not Unicode (it has a lone surrogate): decode bytes with errors='replace'"
+    if "Dict key" in str(error):
+        return "a dict has a key that is neither text nor a number: make the keys strings"
+    if "64-bit" in str(error):
+        return "a number in it has more than 64 bits: return it as a string"
+    return f"{error}: return dicts, lists, strings, and numbers of at most 64 bits"
 
 
 def _dumps(value: Any) -> bytes:

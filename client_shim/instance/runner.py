@@ -44,6 +44,16 @@ LOST: Final = ("executor_lost", "seat_lost")
 """Codes of errors with which the lease is over."""
 
 
+def _of_host_model(state: Any) -> str:
+    """A warning for the deployer of a module whose parameters are not on the GPU; "" for any other state."""
+    if not isinstance(state, torch.nn.Module):
+        return ""
+    first = next(state.parameters(), None)
+    if first is None or first.is_cuda:
+        return ""
+    return 'the model that load() returns is on the CPU, and computes there: return model.to("cuda")'
+
+
 class Runner:
     """One function in one instance."""
 
@@ -91,7 +101,8 @@ class Runner:
         gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
         self.function = function
         version, nbytes = self.backend.version, self.backend.nbytes
-        said = m.Loaded(version=version, nbytes=nbytes, warning=self.hints.warning, schema=self.hints.schema)
+        warning = self.hints.warning or _of_host_model(self.state)
+        said = m.Loaded(version=version, nbytes=nbytes, warning=warning, schema=self.hints.schema)
         self.backend.router.send(said)
         return True
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from dormouse.core.config import LimitsSection, parse_nbytes
 from dormouse.core.decisions.requests import events as e
 from dormouse.core.decisions.requests import failures
-from dormouse.core.decisions.requests.state import RouterState
+from dormouse.core.decisions.requests.state import Phase, RouterState
 from dormouse.core.errortext import gist
 from dormouse.router.access.access import Caller, Refusal
 from dormouse.router.access.limits import TenantLimits
@@ -267,4 +267,6 @@ class Requests:
     def stop(self) -> None:
         """The router ends: all are notified."""
         for number, request in self._open.items():
-            request.end(e.Fail(number, failures.stopping(), e.Timing()))
+            known = self._picture.requests.get(number)
+            begun = known is not None and known.phase is Phase.RUNNING
+            request.end(e.Fail(number, failures.stopping(begun), e.Timing()))

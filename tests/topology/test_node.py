@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import httpx2
 import pytest
 import torch
 from guides import Reader, blocks, commands
@@ -254,14 +255,22 @@ def test_who_stops_a_node_reads_that_something_ran(tmp_path: Path, port: int) ->
         assert foreground.stderr is not None
         assert foreground.stderr.readline() == f"dormouse: ready: all processes are up, port {port}\n"
         said(run, "deploy", "f", str(function))
-        waits = pool.submit(command, run, "invoke", "f", "3600")
         admin, end_s = AdminClient(run), time.monotonic() + 60
-        while admin.functions()[0]["running"] != 1:
-            assert time.monotonic() < end_s
-            time.sleep(0.01)
+
+        def until(state: str) -> None:
+            while admin.functions()[0][state] != 1:
+                assert time.monotonic() < end_s
+                time.sleep(0.01)
+
+        cut = pool.submit(httpx2.post, f"http://127.0.0.1:{port}/functions/f/invoke", json=3600, timeout=60)
+        until("running")
+        waits = pool.submit(command, run, "invoke", "f", "3600")
+        until("queued")
         down = command(run, "down")
         assert (down.returncode, down.stdout) == (0, "stopped\n")
         assert "a request that ran there got no answer; `dormouse drain` waits" in down.stderr
+        assert cut.result().status_code == 503
+        assert "stopped in the middle of this request; send it again if" in cut.result().json()["error"]["message"]
         assert waits.result().returncode == 4
         assert "ended, or was stopped, before it had answered" in waits.result().stderr
         assert foreground.stderr.read() == "dormouse: stopping\n"

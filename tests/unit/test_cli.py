@@ -1397,7 +1397,7 @@ def test_n8_rm_without_a_terminal_says_that_it_cannot_ask(dormouse: Any) -> None
 
 def test_tenants_are_shown_with_what_they_may_have(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"gpu_memory": "", "requests_s": None, "tokens_s": 5.0}
-    tenants = {
+    tenants: dict[str, Any] = {
         "shop": limits | {"functions": 2, "share": 3.0, "over_share": True},
         "shpo": limits | {"functions": 0, "share": 1.0, "over_share": False},
         "free": {"functions": 1, "share": None, "over_share": False, "gpu_memory": "", "requests_s": None}
@@ -1408,6 +1408,9 @@ def test_tenants_are_shown_with_what_they_may_have(dormouse: Any, monkeypatch: p
     assert "shop\t2\t3.0\tyes\t-\t-\t5.0" in said
     assert "free\t1" not in said
     assert "[tenants.shpo] of the node file: no function is of this tenant (there are: shop, free)" in said
+    nobody = {name: row | {"functions": 0} for name, row in tenants.items()}
+    monkeypatch.setitem(STATUS, "tenants", nobody)
+    assert "no function is of this tenant" not in dormouse("status", "--all").out
 
 
 def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import orjson
 import pytest
 import torch
 
-from dormouse.client_shim.instance import codec, report
+from dormouse.client_shim.instance import codec, report, runner
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.user_function import LoadFailure, import_function
@@ -55,7 +55,9 @@ def test_encode(value: object, json: str) -> None:
         ({1, 2}, "type set"),
         (object(), "type object"),
         ("x" * 2000, "returned 2.0 KiB of JSON; at most 1.0 KiB fit"),
-        ("\ud800", "not JSON"),
+        ("\ud800", "not Unicode (it has a lone surrogate): decode bytes"),
+        ({(1, 2): 3}, "a key that is neither text nor a number: make the keys strings"),
+        (10**400, "a number in it has more than 64 bits: return it as a string"),
         (levels(300, "\ud800"), "not JSON"),
         ({math.nan: 1}, "NaN"),
     ],
@@ -65,6 +67,13 @@ def test_what_is_not_json(value: object, words: str) -> None:
         codec.encode(value, 1000)
     assert words in str(caught.value)
     assert report.code(caught.value, "function_raised") == "bad_response"
+
+
+def test_a_model_that_stays_on_the_cpu_is_told_to_the_deployer() -> None:
+    assert runner._of_host_model(torch.nn.Linear(1, 1)).endswith(
+        'on the CPU, and computes there: return model.to("cuda")'
+    )
+    assert [runner._of_host_model(state) for state in (torch.nn.ReLU(), None, [1])] == ["", "", ""]
 
 
 def test_decode() -> None:
@@ -129,7 +138,7 @@ def test_d16_what_came_in_can_go_out() -> None:
         codec.encode([codec.decode(nested(300)), torch.ones(1)], 10_000)
     endless: list[object] = []
     endless.append(endless)
-    with pytest.raises(codec.BadResponse, match="recursion"):
+    with pytest.raises(codec.BadResponse, match="nested too deeply, or contains itself: return a flat value"):
         codec.encode(endless, 10_000)
 
 

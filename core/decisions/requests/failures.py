@@ -106,8 +106,10 @@ def no_sandbox_yet(timeout_ms: int) -> Failure:
     return Failure(code="starting", status=503, text=text, retryable=True)
 
 
-def stopping() -> Failure:
-    text = "the node is being stopped or started anew; send the request again if the function has no outside effects"
+def stopping(begun: bool = False) -> Failure:
+    """``begun``: its function had the request already."""
+    when = "in the middle of this request" if begun else "or started anew"
+    text = f"the node is being stopped {when}; send it again if the function has no outside effects"
     return Failure(code="starting", status=503, text=text, retryable=True)
 
 
