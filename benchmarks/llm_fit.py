@@ -33,7 +33,7 @@ from benchmarks.report import Goal, arguments, report
 from dormouse.controller.simulator.streams.cost import StepCost, prompt_tokens
 from dormouse.core.decisions.batches.batch import STEP_TOKENS
 from dormouse.core.decisions.batches.batch import Sequence as Tokens
-from dormouse.core.step_times import StepTimer, first_token_s
+from dormouse.core.decisions.rules.step_times import StepTimer, first_token_s
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Generation
 from dormouse.gpuserver.runtime.sampling import Sampling
 from examples import smollm2

@@ -16,9 +16,9 @@ from benchmarks.pool_models import language_models
 from benchmarks.pool_torpor import fig13
 from benchmarks.pool_trace import SMALL, compare, growing, thread_ms
 from benchmarks.report import Goal, arguments, report
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools.protocol import Mapping
 from dormouse.core.decisions.memory.pools.regions import Regions
-from dormouse.core.freelist import aligned
 from dormouse.gpuserver.device.host.memory import MemfdGranules
 
 

@@ -6,7 +6,7 @@ which a forward pass uses them. Nothing is downloaded.
 
 from dataclasses import dataclass
 
-from dormouse.core.freelist import aligned
+from dormouse.core.decisions.memory.freelist import aligned
 
 PACKED_NBYTES = 64 << 10
 """Tensors up to this size are laid together in one segment, at most 1 % of a model or 1 MiB (ARCHITECTURE §4.4)."""

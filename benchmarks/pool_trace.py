@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from benchmarks.pool_models import Model, language_models
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools.buddy import Buddy
 from dormouse.core.decisions.memory.pools.pages import Pages
 from dormouse.core.decisions.memory.pools.protocol import Cost, PoolChange, PoolFull
 from dormouse.core.decisions.memory.pools.regions import Regions
-from dormouse.core.freelist import aligned
 
 MIB, GB = 1 << 20, 10**9
 POOL_NBYTES: Final = 45 * GB

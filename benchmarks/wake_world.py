@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.wake_models import Recording
 from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.transfer import Copy, Kind, slab
 from dormouse.core.evidence import Evidence
-from dormouse.core.freelist import aligned
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.copies import Memmove

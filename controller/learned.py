@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from dormouse.controller.catalogue import BatchTimesKnown, CatalogueFile, NotWritten
+from dormouse.core.decisions.rules.step_times import NEWS, news
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
-from dormouse.core.step_times import NEWS, news
 from dormouse.schemas import messages as m
 
 KEEP_S: Final = 60.0

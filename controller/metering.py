@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dormouse.controller.ledger import Account, Ledger, Used
-from dormouse.core.holdings import split
+from dormouse.core.decisions.memory.holdings import split
 from dormouse.schemas import messages as m
 
 NOBODY: Final = Account("", "")

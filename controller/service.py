@@ -5,12 +5,12 @@ function cannot be kept: pure.
 from typing import Final
 
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.decisions.rules.step_times import first_token_s
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.functions import USUAL_PROMPT
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.decisions.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.quantities import duration, size
-from dormouse.core.step_times import first_token_s
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, changed

@@ -45,7 +45,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``affinity``: with placement ``completion``, a language model goes where its first token is expected soonest, by
     what is there of base, adapter and runtime.
     ``batching``: whether streams of a language model wait for others of their function before a batch takes them
-    (core/batching.py): "now", they do not; "fill-or-expire", ServerlessLoRA's Eq. 3 as it stands; "fixed", for
+    (rules/batching.py): "now", they do not; "fill-or-expire", ServerlessLoRA's Eq. 3 as it stands; "fixed", for
     ``batch_size`` of them, and for ``batch_delay_ms`` at most.
     """
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from language_models import reference, spec_of
 
-from dormouse.core.batching import BatchRule
+from dormouse.core.decisions.rules.batching import BatchRule
 from dormouse.core.links.fds import PacketSocket
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.mapping import HostMapping

@@ -14,7 +14,7 @@ from dormouse.client_shim.llm.adapter import FoundAdapter
 from dormouse.client_shim.llm.adapter_weights import weights_of
 from dormouse.client_shim.llm.weights import DTYPES
 from dormouse.client_shim.torch_face.remote_tensor import is_remote
-from dormouse.core.freelist import ALIGNMENT
+from dormouse.core.decisions.memory.freelist import ALIGNMENT
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 

@@ -18,8 +18,8 @@ from dormouse.controller.simulator.agenda import ASKS, Agenda
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.extras import Extras
 from dormouse.controller.simulator.front import Ask
+from dormouse.core.decisions.rules.replicas import mean, queue_is_late
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.replicas import mean, queue_is_late
 
 TOLD: Final = 2
 """So many batches at most wait in a function's instance, and are reported; more wait in the router's queue."""

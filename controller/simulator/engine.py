@@ -39,11 +39,11 @@ from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
 from dormouse.controller.simulator.instances import SimulatedInstances, instance_names
 from dormouse.controller.simulator.streams.adapters import group_spec, runtime_groups
 from dormouse.controller.simulator.streams.serving import Serving, Streams
-from dormouse.core.batching import BatchRule
+from dormouse.core.decisions.rules.batching import BatchRule
+from dormouse.core.decisions.rules.replicas import most_instances
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
 from dormouse.core.decisions.scheduling.topology import Topology
-from dormouse.core.replicas import most_instances
 from dormouse.schemas.policy import Policy
 
 P = ParamSpec("P")

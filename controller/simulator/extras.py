@@ -1,5 +1,5 @@
 """Instances of simulated functions that come and go while requests do: pure. It has the place of
-decisions/requests/replicas.py, which states the rules, and decides by the same code (core/replicas.py). Only those
+decisions/requests/replicas.py, which states the rules, and decides by the same code (rules/replicas.py). Only those
 with batches and language models have such instances; those of others are all there from the beginning (instances.py).
 
     starts ──load_s──► serves ──EXTRA_IDLE_S without a request──► ends
@@ -16,8 +16,8 @@ from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.executors import Executors
 from dormouse.core.config import LimitsSection
 from dormouse.core.decisions.memory.models import KnownModels
+from dormouse.core.decisions.rules.replicas import has_room
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.replicas import has_room
 
 LIMITS: Final = LimitsSection()
 """As a node has them by default."""

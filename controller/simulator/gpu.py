@@ -14,7 +14,7 @@ from dormouse.core.decisions.memory.pools.protocol import Pool
 from dormouse.core.decisions.memory.pools.regions import Regions
 from dormouse.core.decisions.memory.residency import Residency
 from dormouse.core.decisions.memory.wake_plan import ModelTooLarge, WakePlan
-from dormouse.core.pace import SHARED_S
+from dormouse.core.decisions.rules.pace import SHARED_S
 from dormouse.schemas.messages import PoolStats
 
 POOLS: Final[dict[str, Callable[[int], Pool]]] = {"ideal": Ideal, "exact": Regions}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dormouse.core.decisions.batches.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_TOKENS, Batch, Part, Sequence
 from dormouse.core.decisions.batches.blocks import Blocks
-from dormouse.core.pace import Pace
+from dormouse.core.decisions.rules.pace import Pace
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention

@@ -9,8 +9,8 @@ import time
 
 import msgspec
 
-from dormouse.core.batching import BatchRule
 from dormouse.core.decisions.batches.batch import NO_ADAPTER
+from dormouse.core.decisions.rules.batching import BatchRule
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents

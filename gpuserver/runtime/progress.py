@@ -11,7 +11,7 @@ from typing import Final
 
 from dormouse.core.decisions.batches.batch import STEP_TOKENS, Sequence
 from dormouse.core.decisions.batches.deadlines import Deadlines
-from dormouse.core.step_times import StepTimer, news
+from dormouse.core.decisions.rules.step_times import StepTimer, news
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
 

@@ -6,9 +6,9 @@ Decides which wait for others first, and owns their deadlines. The turn (process
 import math
 import time
 
-from dormouse.core.batching import BatchRule
 from dormouse.core.decisions.batches.deadlines import Deadlines
 from dormouse.core.decisions.batches.gathering import Gathering
+from dormouse.core.decisions.rules.batching import BatchRule
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.members import Member, Members

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  # imports the modules that all families need
 
-from dormouse.core.batching import BatchRule
+from dormouse.core.decisions.rules.batching import BatchRule
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.core.sandbox import linux, seccomp
 from dormouse.core.startup import die_with_parent

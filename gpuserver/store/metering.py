@@ -5,7 +5,7 @@ bytes that no function holds are nobody's.
 from collections.abc import Callable
 from typing import Final
 
-from dormouse.core.holdings import Holdings, OwnerGroup
+from dormouse.core.decisions.memory.holdings import Holdings, OwnerGroup
 from dormouse.gpuserver.store.memory.segments import Holder, Segments
 from dormouse.schemas import messages as m
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
-from dormouse.core.holdings import STATE_S
+from dormouse.core.decisions.memory.holdings import STATE_S
 from dormouse.gpuserver.store.metering import HostMeter
 from dormouse.schemas import messages as m
 

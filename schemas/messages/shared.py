@@ -126,7 +126,7 @@ class JoinRule(Message, frozen=True, kw_only=True):
 class EngineLoad(Message, frozen=True, kw_only=True):
     """The load of a language model's engine, and its KV memory in blocks: those that sequences ``used``, those that
     only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started. So do
-    ``gathered``: sequences that waited for others of their function, by why they began (core/batching.py).
+    ``gathered``: sequences that waited for others of their function, by why they began (rules/batching.py).
     """
 
     running: int

@@ -17,7 +17,7 @@ from llm_node import CONFIG, ORDINARY, ask, connected, deploy
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.nodes.testnode import TestNode, running_node
-from dormouse.core.holdings import STATE_S
+from dormouse.core.decisions.memory.holdings import STATE_S
 from dormouse.core.node.refusals import CallRefused
 from dormouse.schemas.admin import Wish
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.core.batching import (
+from dormouse.core.decisions.rules.batching import (
     EXPIRED,
     FULL,
     UNTIMED,

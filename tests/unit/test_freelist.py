@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.core.freelist import ALIGNMENT, FreeList, aligned
+from dormouse.core.decisions.memory.freelist import ALIGNMENT, FreeList, aligned
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=80))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.core.joins import IN_TURN, PASSES, JoinQueue, latest_s
+from dormouse.core.decisions.rules.joins import IN_TURN, PASSES, JoinQueue, latest_s
 from dormouse.schemas.messages import StepTimes
 
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dormouse.core.decisions.memory.holdings import OwnerGroup
 from dormouse.core.decisions.memory.quotas import MemoryQuotas
 from dormouse.core.decisions.scheduling.functions import Function
 from dormouse.core.decisions.scheduling.keeping import EVICTION_CLASSES
 from dormouse.core.decisions.scheduling.state import Gpu, Model
 from dormouse.core.decisions.scheduling.topology import Topology
-from dormouse.core.holdings import OwnerGroup
 from dormouse.schemas.messages import PoolStats
 from dormouse.schemas.policy import EVICTIONS
 

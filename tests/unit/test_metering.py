@@ -24,10 +24,10 @@ from dormouse.controller.ledger import (
 )
 from dormouse.controller.metering import NOBODY, SESSIONS, Metering
 from dormouse.core.decisions.leases.metering import LeaseMeter
+from dormouse.core.decisions.memory.holdings import Holdings, OwnerGroup, split
 from dormouse.core.decisions.memory.pools.regions import Regions
 from dormouse.core.decisions.memory.residency import Residency
 from dormouse.core.decisions.memory.wake_plan import ModelTooLarge
-from dormouse.core.holdings import Holdings, OwnerGroup, split
 from dormouse.gpuserver.store.memory.segments import Segments
 from dormouse.gpuserver.store.memory.slabs import SlabSpan
 from dormouse.gpuserver.store.metering import HostMeter

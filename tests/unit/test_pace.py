@@ -2,7 +2,7 @@
 
 from dormouse.core.decisions.batches.batch import Batch, Sequence
 from dormouse.core.decisions.batches.blocks import Blocks
-from dormouse.core.pace import FEW, MIN, Pace
+from dormouse.core.decisions.rules.pace import FEW, MIN, Pace
 
 
 def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:

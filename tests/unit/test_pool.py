@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from pool_costs import place
 
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools.buddy import Buddy
 from dormouse.core.decisions.memory.pools.pages import Pages
 from dormouse.core.decisions.memory.pools.protocol import Mapping, Pool, PoolChange, PoolFull
 from dormouse.core.decisions.memory.pools.regions import Regions
-from dormouse.core.freelist import aligned
 
 UNIT = 512
 SMALL, LARGE = 4 * UNIT, 16 * UNIT

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.core.freelist import FreeList, Holes, aligned, aligned_all, check_tiling
+from dormouse.core.decisions.memory.freelist import FreeList, Holes, aligned, aligned_all, check_tiling
 
 
 def test_spans_side_by_side_are_all_taken_or_none() -> None:

@@ -11,9 +11,9 @@ from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.scenario import parse_scenario
 from dormouse.core.config import NodeConfig
 from dormouse.core.decisions.leases import events as e
+from dormouse.core.decisions.memory.holdings import OwnerGroup
 from dormouse.core.decisions.memory.quotas import OVER, MemoryQuotas
 from dormouse.core.decisions.scheduling.topology import Topology
-from dormouse.core.holdings import OwnerGroup
 from dormouse.core.nodefile import parse_config
 from dormouse.core.tenants import gpu_nbytes
 from dormouse.schemas.errors import ConfigError

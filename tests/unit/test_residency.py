@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools.pages import Pages
 from dormouse.core.decisions.memory.pools.protocol import Pool
 from dormouse.core.decisions.memory.pools.regions import Regions
 from dormouse.core.decisions.memory.residency import Residency
 from dormouse.core.decisions.memory.transfer import POOL, Copy, chunked, peer, slab
 from dormouse.core.decisions.memory.wake_plan import ModelTooLarge
-from dormouse.core.freelist import aligned
 from dormouse.schemas.messages import Entry, Manifest
 
 UNIT = 512

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from language_models import prompts
 from played_runtime import NEW, Played
 
-from dormouse.core.batching import BatchRule
 from dormouse.core.decisions.batches.gathering import Gathering
+from dormouse.core.decisions.rules.batching import BatchRule
 from dormouse.schemas import messages as m
 
 HOUR_S = 3600.0

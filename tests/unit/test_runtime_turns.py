@@ -8,8 +8,8 @@ import pytest
 from language_models import prompts, reference, wrong_tokens
 from played_runtime import NEW, Played, played
 
-from dormouse.core.pace import FEW
-from dormouse.core.step_times import step_s
+from dormouse.core.decisions.rules.pace import FEW
+from dormouse.core.decisions.rules.step_times import step_s
 from dormouse.schemas import messages as m
 
 __all__ = ["played"]

@@ -15,8 +15,8 @@ from dormouse.controller.simulator.streams.learning import StepsLearned
 from dormouse.controller.simulator.streams.stream import OVER, Stream
 from dormouse.core.decisions.batches.batch import STEP_SEQUENCES, STEP_TOKENS, Batch, Sequence
 from dormouse.core.decisions.batches.blocks import Blocks
-from dormouse.core.joins import IN_TURN
-from dormouse.core.pace import Pace
+from dormouse.core.decisions.rules.joins import IN_TURN
+from dormouse.core.decisions.rules.pace import Pace
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS
 
 COST = StepCost(fixed_s=0.02, per_sequence_s=0.0013, per_context_s=1.7e-6, per_prompt_s=0.0007)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dormouse.controller.simulator.streams.batch import STEP_TOKENS as SIMULATED
 from dormouse.core.decisions.batches.batch import STEP_TOKENS as REAL
-from dormouse.core.step_times import NEWS, StepTimer, first_token_s, news, step_s
+from dormouse.core.decisions.rules.step_times import NEWS, StepTimer, first_token_s, news, step_s
 from dormouse.schemas.messages import StepTimes
 
 TIMES = StepTimes(step_us=18_000.0, prompt_token_us=300.0, sequence_us=700.0)

@@ -1,7 +1,7 @@
 """The next steps of a simulated runtime: the rules of decisions/batches/batch.py, for many equal steps at once. Pure.
 
 A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget: of those that
-have begun, oldest first, then of others (core/joins.py).
+have begun, oldest first, then of others (core/decisions/rules/joins.py).
 When memory for KV is short, the youngest sequence is preempted. Changes from step to step are counted, not made: a
 sequence that gets a token with each step is a number of steps until its end. So work is done for joins, the ends of
 prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
@@ -15,7 +15,7 @@ from typing import Final
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
 from dormouse.controller.simulator.streams.learning import StepsLearned
 from dormouse.controller.simulator.streams.stream import DECODING, OVER, PREFILL, WAITING, Advanced, Stream
-from dormouse.core.joins import IN_TURN, JoinQueue
+from dormouse.core.decisions.rules.joins import IN_TURN, JoinQueue
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 256

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from dormouse.controller.simulator.streams.cost import EqualSteps
-from dormouse.core.pace import Pace
-from dormouse.core.step_times import StepTimer
+from dormouse.core.decisions.rules.pace import Pace
+from dormouse.core.decisions.rules.step_times import StepTimer
 from dormouse.schemas.messages import StepTimes
 
 MAX_LATER: Final = 256

@@ -13,7 +13,7 @@ from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.model import LlmSpec
 from dormouse.controller.simulator.streams.stream import Stream
-from dormouse.core.replicas import BEGUN, beyond_share, mean, wait_for_others
+from dormouse.core.decisions.rules.replicas import BEGUN, beyond_share, mean, wait_for_others
 
 
 class SimulatedInstance:

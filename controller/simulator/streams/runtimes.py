@@ -22,9 +22,9 @@ from dormouse.controller.simulator.streams.rotation import MIN, Rotation, next_d
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
 from dormouse.controller.simulator.streams.telling import RuntimeTells
+from dormouse.core.decisions.rules.joins import IN_TURN, latest_s
 from dormouse.core.decisions.scheduling import events as ev
 from dormouse.core.decisions.scheduling.scheduler import Scheduler
-from dormouse.core.joins import IN_TURN, latest_s
 
 
 class SeatsAndTurns(KvMachine, Protocol):

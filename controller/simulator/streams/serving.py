@@ -18,9 +18,9 @@ from dormouse.controller.simulator.streams.replicas import SimulatedInstance, St
 from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.controller.simulator.streams.stream import Advanced, Stream
-from dormouse.core.batching import BatchRule, GatheringBatch
+from dormouse.core.decisions.rules.batching import BatchRule, GatheringBatch
+from dormouse.core.decisions.rules.replicas import BEGUN, token_due_s
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.replicas import BEGUN, token_due_s
 
 
 class Streams:

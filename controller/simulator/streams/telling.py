@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dormouse.controller.simulator.agenda import Agenda
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.runtime import runtime_of
+from dormouse.core.decisions.rules.step_times import news
 from dormouse.core.decisions.scheduling import events as ev
-from dormouse.core.step_times import news
 from dormouse.schemas.messages import PromptsDue, StepsDue
 
 

@@ -7,7 +7,7 @@ A sequence::
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
 Each step takes one token of every sequence whose prompt is computed, then as many prompt tokens as fit the budget:
-those of started prompts first, oldest first, then those of others (core/joins.py). A brief step takes no more prompt
+those of started prompts first, oldest first, then those of others (rules/joins.py). A brief step takes no more prompt
 tokens than cost as much as its other tokens. When KV is short, the youngest sequence is preempted. A sequence that is
 held, parked or gathering is in no step, and delays no other.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dormouse.core.decisions.batches.blocks import ROOT, Blocks, BlockTable
-from dormouse.core.joins import IN_TURN, JoinQueue
-from dormouse.core.pace import Pace
+from dormouse.core.decisions.rules.joins import IN_TURN, JoinQueue
+from dormouse.core.decisions.rules.pace import Pace
 
 STEP_TOKENS: Final = 256
 """Prompt tokens in one step at most, beside those of running sequences: a long prompt must not hold up others' tokens.

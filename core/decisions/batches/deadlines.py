@@ -6,7 +6,7 @@ would.
 """
 
 from dormouse.core.decisions.batches.batch import Sequence
-from dormouse.core.joins import IN_TURN, latest_s
+from dormouse.core.decisions.rules.joins import IN_TURN, latest_s
 from dormouse.schemas.messages import JoinRule, StepTimes
 
 

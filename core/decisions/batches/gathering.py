@@ -1,5 +1,5 @@
 """Sequences that wait for others of their lease, that is, of their function, where a node has a rule for that
-(core/batching.py): the set of them, and until when they wait. Pure: the time is an argument.
+(core/decisions/rules/batching.py): the set of them, and until when they wait. Pure: the time is an argument.
 
 A sequence that has begun once never waits here again.
 """
@@ -7,8 +7,8 @@ A sequence that has begun once never waits here again.
 from collections import Counter
 from functools import partial
 
-from dormouse.core.batching import BatchRule, GatheringBatch
-from dormouse.core.step_times import first_token_s
+from dormouse.core.decisions.rules.batching import BatchRule, GatheringBatch
+from dormouse.core.decisions.rules.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dormouse.core.decisions.memory.holdings import STATE_S, Holdings, OwnerGroup, split
 from dormouse.core.decisions.memory.residency import Residency
-from dormouse.core.holdings import STATE_S, Holdings, OwnerGroup, split
 from dormouse.schemas import messages as m
 
 WEIGHTS: Final = "weights"

@@ -21,7 +21,7 @@ from dormouse.core.decisions.leases import effects as o
 from dormouse.core.decisions.leases import events as e
 from dormouse.core.decisions.leases.held import SEATED, TURN, AttachedInstance, HeldLease, LeaseState, RuntimeBooks
 from dormouse.core.decisions.leases.state import MachineState
-from dormouse.core.pace import SHARED_S
+from dormouse.core.decisions.rules.pace import SHARED_S
 from dormouse.schemas import messages as m
 
 MAX_MEMBERS: Final = 500

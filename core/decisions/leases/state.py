@@ -21,10 +21,10 @@ from dormouse.core.decisions.leases.held import (
     kv_owner,
 )
 from dormouse.core.decisions.leases.metering import KV, LeaseMeter
+from dormouse.core.decisions.memory.holdings import OwnerGroup
 from dormouse.core.decisions.memory.pools.protocol import Pool, PoolChange
 from dormouse.core.decisions.memory.quotas import MemoryQuotas, missing
 from dormouse.core.decisions.memory.residency import Residency
-from dormouse.core.holdings import OwnerGroup
 from dormouse.schemas import messages as m
 
 ROOM_S: Final = 0.02

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from dormouse.core.decisions.memory.holdings import OwnerGroup
 from dormouse.core.decisions.memory.residency import Residency
-from dormouse.core.holdings import OwnerGroup
 
 OVER: Final = 2.0**-300
 """Factor of their worth: less than any other but that of copies that another GPU has, too (keeping.py in the scheduling

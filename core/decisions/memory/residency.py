@@ -13,11 +13,11 @@ from functools import partial
 
 from dormouse.core.decisions.memory.changes import Changes
 from dormouse.core.decisions.memory.eviction_cost import WakeEvictionCost
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.models import KnownModels, ModelLayout
 from dormouse.core.decisions.memory.pools.protocol import Pool, PoolChange, PoolFull
 from dormouse.core.decisions.memory.seats import Seats
 from dormouse.core.decisions.memory.wake_plan import ModelTooLarge, SeatedModel, WakePlan, refuse_too_large
-from dormouse.core.freelist import aligned
 from dormouse.schemas.messages import PoolStats
 
 

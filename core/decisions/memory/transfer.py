@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from dormouse.core.freelist import aligned
+from dormouse.core.decisions.memory.freelist import aligned
 
 
 class Kind(Enum):

@@ -20,7 +20,7 @@ from dormouse.core.decisions.requests.state import (
     Ticket,
     most_open,
 )
-from dormouse.core.replicas import beyond_share, token_due_s
+from dormouse.core.decisions.rules.replicas import beyond_share, token_due_s
 from dormouse.schemas import messages as m
 
 SILENT_S: Final = 2.0

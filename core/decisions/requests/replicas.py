@@ -37,7 +37,7 @@ from dormouse.core.decisions.requests import lives, queueing
 from dormouse.core.decisions.requests import timers as t
 from dormouse.core.decisions.requests.places import LoadPlaces
 from dormouse.core.decisions.requests.state import Instance, InstanceState, RouterState, ServedFunction
-from dormouse.core.replicas import BEGUN, has_room, mean, most_instances, queue_is_late, wait_for_others
+from dormouse.core.decisions.rules.replicas import BEGUN, has_room, mean, most_instances, queue_is_late, wait_for_others
 from dormouse.schemas import messages as m
 
 

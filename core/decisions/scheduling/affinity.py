@@ -13,9 +13,9 @@ adapter alone.
 
 from typing import Final
 
+from dormouse.core.decisions.rules.step_times import step_s
 from dormouse.core.decisions.scheduling.functions import Function
 from dormouse.core.decisions.scheduling.state import Gpu, Model
-from dormouse.core.step_times import step_s
 
 LATER: Final = 0.03
 """Weight of a later second for all tokens after the first, beside one until the first: little, for as long as they come

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from math import log, log2
 from typing import Final, Literal, NamedTuple, Protocol
 
-from dormouse.core.batching import BatchRequests, RequestBatches
-from dormouse.core.step_times import first_token_s
+from dormouse.core.decisions.rules.batching import BatchRequests, RequestBatches
+from dormouse.core.decisions.rules.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
 
 

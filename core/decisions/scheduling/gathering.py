@@ -1,5 +1,5 @@
 """Requests that wait for more of their batch before they want a lease: pure. The time when they begin, and their
-number, follow from the measured times of the function's own batches (core/batching.py).
+number, follow from the measured times of the function's own batches (core/decisions/rules/batching.py).
 
     Asked ──wait_s > 0──► gathering ──full, or it has waited for long enough──► waiting ──grant──► size() of them
       └──────────────────────────────────────────────────────────────────────────►┘
@@ -11,7 +11,7 @@ them leave, here or there, it wants no lease any more (NOBODY).
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from dormouse.core.batching import BatchRequests, RequestBatches
+from dormouse.core.decisions.rules.batching import BatchRequests, RequestBatches
 from dormouse.core.decisions.scheduling.events import Asked, BatchChanged
 from dormouse.core.decisions.scheduling.state import Model
 from dormouse.schemas.messages import Failure

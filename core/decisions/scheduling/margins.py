@@ -3,7 +3,7 @@
     margin = deadline - (now + wake + T)   of the prompt that is to have its first token soonest
            = last turn + tpot - (now + T)  where all sequences have theirs, and T is a step
 
-T is the learned time of the runtime's steps (core/step_times.py), wake the copies of the bytes that have left the GPU
+T is the learned time of the runtime's steps (rules/step_times.py), wake the copies of the bytes that have left the GPU
 with its seat. Tokens whose model has to be copied first are late anyway, but not late for good: their margin is without
 that, or runtimes that have no room beside each other would come before all prompts. The wait of a prompt is in its
 deadline, which counts from its arrival; the turns of others are the decision made here. Prompts go first, the least
@@ -15,9 +15,9 @@ time.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from dormouse.core.decisions.rules.step_times import first_token_s, step_s
 from dormouse.core.decisions.scheduling.functions import Function
 from dormouse.core.decisions.scheduling.state import DueSteps, Gpu, Running
-from dormouse.core.step_times import first_token_s, step_s
 from dormouse.schemas.messages import StepsDue
 
 UNKNOWN_TPOT_S: Final = 0.1

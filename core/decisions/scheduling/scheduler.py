@@ -22,7 +22,7 @@ import random
 from math import inf
 from typing import assert_never
 
-from dormouse.core.batching import BatchRequests
+from dormouse.core.decisions.rules.batching import BatchRequests
 from dormouse.core.decisions.scheduling.events import (
     Action,
     Answered,

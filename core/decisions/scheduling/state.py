@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from dormouse.core.batching import BatchRequests
+from dormouse.core.decisions.rules.batching import BatchRequests
 from dormouse.core.decisions.scheduling.functions import Function, LastPreload
 from dormouse.schemas.messages import Lease, PoolStats
 

@@ -8,7 +8,7 @@ tensors of at most 64 KiB are at most 1 % of the published models.
 from collections.abc import Sequence
 from typing import Final
 
-from dormouse.core.freelist import aligned
+from dormouse.core.decisions.memory.freelist import aligned
 
 SMALL_NBYTES: Final = 64 << 10
 PACK_SHARE: Final = 100  # a pack has at most the hundredth part of its model

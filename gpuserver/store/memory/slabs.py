@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dormouse.core.freelist import ALIGNMENT, FreeList, aligned
+from dormouse.core.decisions.memory.freelist import ALIGNMENT, FreeList, aligned
 from dormouse.core.quantities import size
 
 SLAB_NBYTES: Final = 256 << 20

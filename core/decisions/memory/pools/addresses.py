@@ -13,7 +13,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-from dormouse.core.freelist import FreeList, Holes, aligned, check_tiling
+from dormouse.core.decisions.memory.freelist import FreeList, Holes, aligned, check_tiling
 
 
 class Addresses:

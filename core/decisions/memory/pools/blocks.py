@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools.partitions import NOWHERE, SlotRange
-from dormouse.core.freelist import aligned
 
 
 @dataclass(slots=True)

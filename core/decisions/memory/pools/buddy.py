@@ -11,12 +11,12 @@ dropped segment are lost until its block is empty.
 from collections.abc import Container, Iterable, KeysView, Sequence
 from typing import Final
 
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools import eviction
 from dormouse.core.decisions.memory.pools.block_eviction import PlaceSearch
 from dormouse.core.decisions.memory.pools.blocks import Block, blocks_of
 from dormouse.core.decisions.memory.pools.partitions import MIN, SLOTS, Partitions, rounded
 from dormouse.core.decisions.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
-from dormouse.core.freelist import aligned
 
 SLOT_NBYTES: Final = 2 << 20
 

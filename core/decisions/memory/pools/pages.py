@@ -10,12 +10,12 @@ alone.
 from collections.abc import Container, Iterable, KeysView, Sequence
 from typing import Final
 
+from dormouse.core.decisions.memory.freelist import aligned
 from dormouse.core.decisions.memory.pools import eviction
 from dormouse.core.decisions.memory.pools.addresses import Addresses
 from dormouse.core.decisions.memory.pools.backing import Backing, Demand
 from dormouse.core.decisions.memory.pools.granules import Granules
 from dormouse.core.decisions.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
-from dormouse.core.freelist import aligned
 
 TRIES: Final = 8
 """Roaming segments are tried again once this part of their bytes has been evicted: each try looks at all of them."""

@@ -7,10 +7,10 @@ order. Segments in ``fixed`` are obstacles that nothing passes.
 
 from collections.abc import Container, Iterable, KeysView, Sequence
 
+from dormouse.core.decisions.memory.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
 from dormouse.core.decisions.memory.pools.planning import MERGES, PlacementChoice, Planner
 from dormouse.core.decisions.memory.pools.protocol import Cost, Granule, Move, PoolChange, PoolFull, Span
 from dormouse.core.decisions.memory.pools.shelf import Shelf
-from dormouse.core.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
 
 
 class Regions:

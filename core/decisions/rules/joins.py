@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Final, Generic, Protocol, TypeVar
 
-from dormouse.core.step_times import first_token_s
+from dormouse.core.decisions.rules.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
 
 IN_TURN: Final = float("-inf")

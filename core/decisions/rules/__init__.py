@@ -1,0 +1,1 @@
+"""Rules that several rooms decide by, and the simulator."""
